@@ -1,0 +1,5 @@
+"""``python -m twinscope`` is the command ``twinscope``."""
+
+from twinscope.cli import main
+
+main()

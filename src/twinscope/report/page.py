@@ -1,0 +1,179 @@
+"""One self-contained HTML page from run directories, and the figures of each run as files.
+
+Covers putting sentences, figures and tables into the template. The page asks the network for nothing;
+every string of a record is escaped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from twinscope.lab.durable import write_atomic, writing
+from twinscope.lab.errors import ConfigError
+from twinscope.report import tables
+from twinscope.report.drawing import PALETTE, Plot, block_colours, panel_svg, plot_files
+from twinscope.report.figures import figures
+from twinscope.report.findings import count, outcome, warnings
+from twinscope.report.reading import RunData, read_run
+from twinscope.report.tables import Table
+
+
+@dataclass(frozen=True)
+class FigureView:
+    """One figure as the template takes it."""
+
+    title: str
+    reading: str
+    words: tuple[str, ...]
+    panels: tuple[Markup, ...]
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One run as the template takes it."""
+
+    anchor: str
+    name: str
+    run: RunData
+    outcome: str
+    facts: str
+    warnings: list[str]
+    figures: list[FigureView]
+    files_note: str
+    tables: list[Table]
+    provenance: Table
+
+
+def render(paths: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the report of one or more ``train`` runs; return the absolute path of the page.
+
+    ``out`` is ``report.html`` in the first run's directory unless given. The figures of each run go to
+    its ``figures`` folder as SVG, PNG and CSV; a run in a place that cannot be written keeps its page,
+    which says so. Equal runs give equal bytes.
+
+    Raises:
+        ConfigError: no paths, no run at a path, a run of another verb, or ``out`` cannot be written.
+        DataError: a record, config, provenance or journal is damaged.
+        Stopped: no space is left.
+    """
+    if not paths:
+        raise ConfigError("a report needs at least one run directory: `twinscope runs` lists them")
+    runs = [read_run(path) for path in dict.fromkeys(Path(path).absolute() for path in paths)]
+    out = Path(out).absolute() if out is not None else runs[0].path / "report.html"
+    names = _distinct_names(runs)
+    drawn = [figures(run) for run in runs]
+    views = [
+        _run_view(run, name, plots, index)
+        for index, (run, name, plots) in enumerate(zip(runs, names, drawn, strict=True), 1)
+    ]
+    depths = sorted(
+        {
+            int(match[1])
+            for plots in drawn
+            for plot in plots
+            for name in plot.variables.values()
+            if (match := re.fullmatch(r"block-(\d+)-\d+", name))
+        }
+    )
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    page = environment.from_string(_resource("page.html.j2")).render(
+        title=_short(names[0], 80) if len(runs) == 1 else f"{len(runs)} training runs side by side",
+        views=views,
+        comparison=tables.comparison(dict(zip(names, runs, strict=True))) if len(runs) > 1 else None,
+        style=Markup(_colours(depths) + _resource("page.css")),
+        script=Markup(_resource("page.js")),
+        short=_short,
+    )
+    # A name from JSON may hold half a surrogate pair, which UTF-8 does not have.
+    write_atomic(out, page.encode("utf-8", "replace"))
+    return out
+
+
+def _run_view(run: RunData, name: str, plots: Sequence[Plot], index: int) -> RunView:
+    found = [tables.arms(run), tables.windows(run), tables.gates(run)]
+    return RunView(
+        anchor=f"run-{index}",
+        name=name,
+        run=run,
+        outcome=outcome(run),
+        facts=_facts(run),
+        warnings=warnings(run),
+        figures=[
+            FigureView(
+                title=plot.title,
+                reading=plot.reading,
+                words=tuple(panel.words for panel in plot.panels),
+                panels=tuple(
+                    Markup(panel_svg(plot, number, f"r{index}-{plot.name}-{number + 1}"))
+                    for number in range(len(plot.panels))
+                ),
+            )
+            for plot in plots
+        ],
+        files_note=_save_figures(run, plots),
+        tables=[table for table in found if table is not None],
+        provenance=tables.provenance(run),
+    )
+
+
+def _save_figures(run: RunData, plots: Sequence[Plot]) -> str:
+    folder = run.path / "figures"
+    try:
+        with writing(folder):
+            folder.mkdir(exist_ok=True)
+        for plot in plots:
+            for name, data in plot_files(plot).items():
+                write_atomic(folder / name, data)
+    except ConfigError as error:
+        return f"The figures were not saved as files: {error}."
+    return "Each figure is in the run's folder figures/ as SVG, PNG and CSV." if plots else ""
+
+
+def _distinct_names(runs: Sequence[RunData]) -> list[str]:
+    """The runs' names; where several share one, each with its folder, and its place if that is shared too."""
+    names = [run.name for run in runs]
+    names = [f"{run.name} ({run.path.name})" if names.count(run.name) > 1 else run.name for run in runs]
+    return [
+        f"{name} · {index}" if names.count(name) > 1 else name for index, name in enumerate(names, start=1)
+    ]
+
+
+def _facts(run: RunData) -> str:
+    parts = [run.status]
+    if run.last_step is not None:
+        planned = f" of {count(run.planned_steps)}" if run.planned_steps and run.status != "complete" else ""
+        parts.append(f"{count(run.last_step)}{planned} steps")
+    if run.seeds:
+        parts.append(f"{len(run.seeds)} {'seed' if len(run.seeds) == 1 else 'seeds'}")
+    device = run.provenance.get("compute")
+    if isinstance(device, dict) and isinstance(device.get("device"), str):
+        parts.append(_short(device["device"], 40))
+    if isinstance(run.provenance.get("started"), str):
+        parts.append(f"begun {_short(run.provenance['started'], 24)}")
+    return " · ".join(parts)
+
+
+def _colours(depths: Sequence[int]) -> str:
+    """The palette and the blocks' colours as CSS variables, for light paper, dark screen and print."""
+    blocks = [colour for depth in depths for colour in block_colours(depth)]
+    light = [(name, pair[0]) for name, pair in PALETTE.items()] + [(name, day) for name, day, _ in blocks]
+    dark = [(name, pair[1]) for name, pair in PALETTE.items()] + [(name, night) for name, _, night in blocks]
+    day, night = ("".join(f"--{name}:{value};" for name, value in part) for part in (light, dark))
+    return f":root{{{day}}}\n@media screen and (prefers-color-scheme:dark){{:root{{{night}}}}}\n"
+
+
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else text[: length - 1].rstrip() + "…"
+
+
+def _resource(name: str) -> str:
+    return (files("twinscope.report") / name).read_text(encoding="utf-8")
