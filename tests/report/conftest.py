@@ -85,7 +85,7 @@ def synthetic_record(
             {
                 "statement": "Each EP model ends within 0.015 nats per token of its BP twin.",
                 "level": "measured",
-                "supports": "This model, this text and these seeds, with the states displaced by at least 1e-3.",
+                "supports": "This model, text and seeds, with the states displaced by at least 1e-3.",
                 "does_not_support": "Other sizes, texts or seeds; anything about speed.",
             }
         ],
@@ -213,6 +213,12 @@ def _provenance(seeds: Sequence[int]) -> dict[str, Any]:
 def record() -> dict[str, Any]:
     """A complete record that the test may change."""
     return synthetic_record()
+
+
+@pytest.fixture
+def make_record() -> Callable[..., dict[str, Any]]:
+    """The generator itself, for other arms, seeds and depths."""
+    return synthetic_record
 
 
 @pytest.fixture

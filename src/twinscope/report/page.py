@@ -139,11 +139,14 @@ def _save_figures(run: RunData, plots: Sequence[Plot]) -> str:
 
 
 def _distinct_names(runs: Sequence[RunData]) -> list[str]:
-    """The runs' names; where several share one, each with its folder, and its place if that is shared too."""
+    """The runs' names; where several share one, with the time in the folder's name, then with a number."""
     names = [run.name for run in runs]
-    names = [f"{run.name} ({run.path.name})" if names.count(run.name) > 1 else run.name for run in runs]
+    times = [run.path.name.partition("-")[0] for run in runs]
+    named = [
+        f"{name}, {time}" if names.count(name) > 1 else name for name, time in zip(names, times, strict=True)
+    ]
     return [
-        f"{name} · {index}" if names.count(name) > 1 else name for index, name in enumerate(names, start=1)
+        f"{name} ({index})" if named.count(name) > 1 else name for index, name in enumerate(named, start=1)
     ]
 
 

@@ -1,0 +1,192 @@
+"""The page as text: content in order, escaping, several runs, damaged and read-only places, sameness."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from twinscope.lab.errors import ConfigError
+from twinscope.report.page import render
+
+HOSTILE = (
+    "<script>alert(1)</script>\"'><img src=x onerror=alert(2)></title></style>{{ 7*7 }} $\\frac{1}$ 漢 \u202e"
+)
+
+
+class Elements(HTMLParser):
+    """Start tags of a page in order, and its visible text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+    def named(self, tag):
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def test_page_in_its_order_and_figures_on_disk(record, build):
+    path = build(record)
+    out = render([path])
+    assert out == path / "report.html"
+    text = out.read_text(encoding="utf-8")
+    page = Elements(text)
+    final = {arm: part["val_loss"] for arm, part in record["summary"]["arms"].items()}
+    behind = final["ep"] - final["bp"]
+    order = [
+        "twin-sotu",
+        f"EP reaches {final['ep']:.3f} nats per token on held-out text, {behind:.3f} above",
+        "Before you read on",
+        "Two seeds",
+        "measured",
+        "Each EP model ends within",
+        "Does not support",
+        "anything about speed.",
+        "Figure 1. Held-out loss.",
+        "Figure 2. Paired difference",
+        "Figure 3. Cosine",
+        "Figure 4. Displacement",
+        "unigram",
+        "trigram",
+        "with 95 % intervals",
+        "Gate points",
+        "displacement = 0.002",
+        "load_at_start",
+    ]
+    places = [page.text.index(words) for words in order]
+    assert places[2:] == sorted(places[2:])
+    assert sorted(file.name for file in (path / "figures").iterdir()) == sorted(
+        f"{name}.{kind}"
+        for name in ("heldout-loss", "paired-difference", "block-cosine", "displaced-states")
+        for kind in ("svg", "png", "csv")
+    )
+    assert not list(path.glob(".*.tmp"))
+
+
+def test_nothing_is_fetched_and_every_figure_has_its_words(record, build):
+    text = render([build(record)]).read_text(encoding="utf-8")
+    page = Elements(text)
+    policy = next(str(tag["content"]) for tag in page.named("meta") if tag.get("http-equiv"))
+    assert policy.startswith(
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'unsafe-inline'"
+    )
+    for _, attributes in page.tags:
+        for name in ("src", "href", "xlink:href", "data", "srcset", "action"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:"))
+    outside = set(re.findall(r"https?://[^\s\"'<]+", text))
+    assert outside == {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert "@import" not in text
+    assert not re.search(r"url\((?!#)", text)
+    svgs = [tag for tag in page.named("svg") if tag.get("class") == "plot"]
+    assert len(svgs) == 8
+    assert all(tag["role"] == "img" and tag["aria-labelledby"] for tag in svgs)
+    assert len(page.named("figure")) == 4
+    identities = [tag["id"] for _, tag in page.tags if "id" in tag]
+    assert len(identities) == len(set(identities))
+
+
+def test_every_string_of_a_record_is_escaped(make_record, build):
+    record = make_record(arms=(HOSTILE, "bp"))
+    record["provenance"] |= {HOSTILE: HOSTILE, "name": HOSTILE, "started": HOSTILE}
+    record["provenance"]["compute"] = {"device": HOSTILE}
+    record["summary"]["seed_scatter"]["note"] = HOSTILE
+    record["claims"][0] |= {"statement": HOSTILE, "supports": HOSTILE, "does_not_support": HOSTILE}
+    arm = record["summary"]["arms"][HOSTILE]
+    arm |= {"val_bits_per_byte": None, "val_bits_per_byte_reason": HOSTILE, "rule": HOSTILE}
+    path = build(record, config=f'name = "x"\n# {HOSTILE}\n')
+    text = render([path]).read_text(encoding="utf-8")
+    page = Elements(text)
+    assert len(page.named("script")) == len(page.named("style")) == 1
+    assert page.named("img") == []
+    assert not [name for _, tag in page.tags for name in tag if name.startswith("on")]
+    assert "{{ 7*7 }}" in text
+    for file in (path / "figures").glob("*.svg"):
+        assert "<script" not in file.read_text(encoding="utf-8")
+
+
+def test_very_long_and_broken_names(make_record, build):
+    record = make_record(arms=("x" * 3000, "bp"))
+    record["provenance"]["name"] = "n" * 5000 + "\ud800"
+    text = render([build(record)]).read_text(encoding="utf-8")
+    title = re.search(r"<title>(.*?)</title>", text)
+    assert title is not None
+    assert len(title[1]) == 80
+    assert "n" * 200 not in text.split("Provenance</h2>")[0]
+
+
+def test_an_interrupted_run_shows_its_journal_with_a_warning(record, build):
+    record["rows"] = [row for row in record["rows"] if row["step"] <= 800]
+    page = Elements(render([build(record, result=False)]).read_text(encoding="utf-8"))
+    assert "This run was interrupted and wrote no result" in page.text
+    assert "Figure 4." in page.text
+    assert "makes no claim" in page.text
+
+
+def test_a_run_that_measured_nothing(record, build):
+    record["rows"] = []
+    page = Elements(render([build(record, result=False)]).read_text(encoding="utf-8"))
+    assert "No held-out loss has been measured." in page.text
+    assert "Nothing has been measured that could be drawn." in page.text
+
+
+def test_a_stopped_run_without_a_summary(record, build):
+    record |= {"status": "stopped", "reason": "SIGINT", "summary": {}, "claims": []}
+    page = Elements(render([build(record)]).read_text(encoding="utf-8"))
+    assert "This run was stopped (SIGINT)" in page.text
+
+
+def test_a_missing_number_stands_with_its_reason(record, build):
+    record["summary"]["baselines"] |= {"trigram": None, "trigram_reason": "the text is too short"}
+    record["summary"]["gate"] = None
+    record["summary"]["gate_reason"] = "no arm is EP"
+    page = Elements(render([build(record)]).read_text(encoding="utf-8"))
+    assert "the text is too short" in page.text
+    assert "unigram 3.11 and bigram 2.50" in page.text
+
+
+def test_several_runs_side_by_side(record, make_record, build, tmp_path):
+    first = build(record)
+    second = build(record, name="again")
+    third = build(make_record(arms=("ep", "cap", "bp"), seeds=(0,)), name="battery")
+    out = render([first, second, third, first], tmp_path / "all.html")
+    assert out == tmp_path / "all.html"
+    page = Elements(out.read_text(encoding="utf-8"))
+    assert "3 training runs side by side" in page.text
+    assert [tag["href"] for tag in page.named("a")] == ["#run-1", "#run-2", "#run-3"]
+    # Two runs share name and second: the number tells them apart.
+    assert "twin-sotu, 20261130T141530Z (1)" in page.text
+    identities = [tag["id"] for _, tag in page.tags if "id" in tag]
+    assert len(identities) == len(set(identities))
+    assert (third / "figures" / "block-cosine.svg").is_file()
+
+
+def test_equal_runs_give_equal_pages(record, build):
+    path = build(record)
+    page = render([path]).read_bytes()
+    figures = {file.name: file.read_bytes() for file in (path / "figures").iterdir()}
+    assert render([path]).read_bytes() == page
+    assert {file.name: file.read_bytes() for file in (path / "figures").iterdir()} == figures
+
+
+def test_a_place_that_cannot_be_written(record, build, tmp_path):
+    path = build(record)
+    # A file where the folder should be fails for every user, root included.
+    (path / "figures").write_text("in the way", encoding="utf-8")
+    page = Elements(render([path]).read_text(encoding="utf-8"))
+    assert "The figures were not saved as files: cannot write" in page.text
+    with pytest.raises(ConfigError, match="cannot write"):
+        render([path], tmp_path / "no" / "such" / "folder.html")
+
+
+def test_no_paths():
+    with pytest.raises(ConfigError, match="at least one run"):
+        render([])
