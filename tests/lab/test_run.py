@@ -208,6 +208,7 @@ def test_a_torn_last_line_is_dropped_and_overwritten(run: Run, tail: bytes) -> N
         file.write(tail)
     with reopened(run) as again:
         assert [row["key"] for row in again.rows] == ["a", "b"]
+        assert (run.path / "journal.jsonl").read_bytes() == b'{"key":"a"}\n{"key":"b"}\n'
         again.append({"key": "d"})
     assert (run.path / "journal.jsonl").read_bytes() == b'{"key":"a"}\n{"key":"b"}\n{"key":"d"}\n'
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from scipy import optimize, stats
+from scipy import integrate, optimize, stats
 
 from twinscope.lab.draws import generator
 from twinscope.lab.statistics import (
@@ -297,7 +297,9 @@ def test_cross_fit_without_a_clear_denominator_is_undefined(mean: float) -> None
 
 
 def test_cross_fit_of_a_dead_block_is_undefined() -> None:
-    assert isinstance(cross_fit_ratio(np.zeros((8, 8)), np.zeros((8, 8))), Undefined)
+    result = cross_fit_ratio(np.zeros((8, 8)), np.zeros((8, 8)))
+    assert isinstance(result, Undefined)
+    assert "not clearly positive: 0, 95 % interval [0, 0]" in result.reason
 
 
 def test_cross_fit_refuses_at_the_edge_of_the_denominators_interval() -> None:
@@ -382,6 +384,21 @@ def test_power_far_from_the_other_margin_is_a_t_tail() -> None:
     failure = stats.nct.cdf(stats.t.ppf(0.95, 39), 39, shift)
     assert tost_power(40, 1.0, 0.8) == pytest.approx(1 - 2 * failure, rel=1e-8)
     assert tost_power(40, 2.0, 100.0, 100.0 - 1.6) == pytest.approx(1 - failure, rel=1e-8)
+
+
+@pytest.mark.parametrize(("n", "sd"), [(2, 1.0), (3, 1.0), (8, 3.0), (30, 3.0)])
+def test_power_agrees_with_the_integral_taken_over_the_mean(n: int, sd: float) -> None:
+    # Power is low here: given the mean, equivalence is s < (margin − |mean|)√n/t.
+    quantile, dof = stats.t.ppf(0.95, n - 1), n - 1
+    error = sd / np.sqrt(n)
+
+    def density(mean: float) -> float:
+        largest = (1.0 - abs(mean)) * np.sqrt(n) / quantile
+        return float(stats.norm.pdf(mean, 0.3, error) * stats.chi.cdf(largest * np.sqrt(dof) / sd, dof))
+
+    expected, _ = integrate.quad(density, -1.0, 1.0, points=[0.0], epsabs=1e-13, epsrel=1e-11)
+    assert 1e-4 < expected < 0.4
+    assert tost_power(n, sd, 1.0, 0.3) == pytest.approx(expected, rel=1e-8)
 
 
 def test_tost_error_at_the_margin_never_exceeds_its_level() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinscope.lab.draws import generator
@@ -38,6 +38,7 @@ def test_training_windows_are_uniform_over_all_starts():
     assert ((counts - expected) ** 2 / expected).sum() < 29.9
 
 
+@settings(deadline=None)
 @given(st.integers(1, 400), st.integers(1, 20), st.integers(1, 5), st.integers(1, 8))
 def test_heldout_windows_are_spread_evenly_and_disjoint_where_there_is_room(length, context, batch, count):
     wanted, available = batch * count, length - context

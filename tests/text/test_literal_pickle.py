@@ -4,7 +4,7 @@ import contextlib
 import pickle
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from twinscope.text.literal_pickle import read_literal_pickle
@@ -20,6 +20,7 @@ PLAIN = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(PLAIN, st.integers(0, pickle.HIGHEST_PROTOCOL))
 def test_plain_values_of_every_protocol_are_read_as_pickle_reads_them(value, protocol):
     assert read_literal_pickle(pickle.dumps(value, protocol)) == value
@@ -63,6 +64,7 @@ def test_bytes_that_are_no_pickle_are_a_value_error(data):
         read_literal_pickle(data)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=60))
 def test_any_bytes_give_a_value_or_a_value_error(data):
     whole = pickle.dumps({"vocab_size": 2, "itos": {0: "a", 1: "b"}})

@@ -84,6 +84,7 @@ def test_a_pickle_that_would_run_code_is_refused_and_does_not(folder, tmp_path):
         '{"vocab_size": "5"}',
         '{"vocab_size": 5, "itos": ["a"]}',
         '{"vocab_size": 2, "itos": ["a", 1]}',
+        '{"vocab_size": 2, "itos": ["a", "b", 1]}',
         '{"vocab_size": 2, "itos": {"0": "a", "2": "b"}}',
         '{"vocab_size": 1, "itos": "a"}',
         "[" * 100_000,

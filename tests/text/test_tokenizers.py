@@ -17,7 +17,9 @@ from twinscope.text.tokenizers import bpe_tokenizer, char_tokenizer, file_tokeni
 PROSE = "The cat sat on the mat.\n\n  The rat, it's said, ate the oat — naïve!\n\tAnd so on…\r\n" * 40
 
 # The cache folder is the same for every example on purpose.
-cached_examples = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+cached_examples = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +28,7 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "cache" / "tokenizers"
 
 
+@settings(deadline=None)
 @given(st.text(), st.text())
 def test_characters_round_trip_and_strangers_become_unknown(train, other):
     tokenizer = char_tokenizer(train)
@@ -55,9 +58,9 @@ def test_a_vocabulary_above_16_bits_is_stored_wider():
 def test_eleven_million_characters_are_encoded_within_a_second():
     text = PROSE * (11_300_000 // len(PROSE))
     tokenizer = char_tokenizer(PROSE)
-    started = time.perf_counter()
+    started = time.process_time()
     ids = tokenizer.encode(text)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
     assert len(ids) == len(text)
 
 
@@ -138,6 +141,7 @@ def words(unknown: str | None = "[UNK]") -> Tokenizer:
 
 def test_a_file_is_used_without_special_tokens_truncation_or_padding(tmp_path):
     tokenizer = words()
+    tokenizer.add_special_tokens(["[BOS]"])
     tokenizer.post_processor = processors.TemplateProcessing("[BOS] $A", None, [("[BOS]", 1)])
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=8)

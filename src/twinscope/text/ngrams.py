@@ -98,7 +98,7 @@ def ngram_probabilities(
     positions = np.asarray(positions, dtype=np.int64)
     if len(positions) and not 0 <= positions.min() <= positions.max() < len(tokens):
         raise ValueError(f"positions must lie in [0, {len(tokens)})")
-    target = tokens[positions].astype(np.int64)
+    target = tokens[positions]
     previous = tokens[np.maximum(positions - 1, 0)].astype(np.int64)
     older = tokens[np.maximum(positions - 2, 0)].astype(np.int64)
     # The empty history has key 0; -1 is the key of none, never found.

@@ -130,7 +130,7 @@ def _vocabulary(meta: Any) -> tuple[int, tuple[str, ...] | None]:
     else:
         symbols = list(itos) if isinstance(itos, list | tuple) else []
     known = tuple(symbol for symbol in symbols if isinstance(symbol, str))
-    if len(symbols) != size or len(known) != size:
+    if not len(symbols) == len(known) == size:
         raise ValueError(f"itos does not give a string to each id below vocab_size = {size}")
     return size, known
 
