@@ -12,9 +12,9 @@ from pydantic import Field, model_validator
 
 from twinscope.lab.config import Section
 
-#: Displacement ratio of the default nudge: large enough for a cosine to speak of equilibrium propagation
-#: (METHOD 1.2), small enough for the O(beta) bias of one-sided nudging to stay small.
-DEFAULT_DISPLACEMENT = 1e-3
+#: Displacement ratio of the default nudge: twice the least at which a cosine speaks of equilibrium
+#: propagation (1e-3, METHOD 1.2), and small enough for the O(beta) bias of one-sided nudging to stay small.
+DEFAULT_DISPLACEMENT = 2e-3
 
 _NUMBERS_OF_PROFILE: dict[str, tuple[str, ...]] = {
     "uniform": ("value",),
