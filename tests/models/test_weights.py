@@ -83,6 +83,8 @@ def test_equal_content_gives_equal_bytes_and_the_returned_hash_is_theirs(path: P
     metadata = {f"key{i}": str(i) for i in range(9)}
     first = save_tensors(path, tensors, metadata)
     content = path.read_bytes()
+    # The format wants the tensors to start at a multiple of 8 bytes.
+    assert struct.unpack("<Q", content[:8])[0] % 8 == 0
     assert first == hashlib.sha256(content).hexdigest()
     assert save_tensors(path, dict(reversed(tensors.items())), dict(reversed(metadata.items()))) == first
     assert path.read_bytes() == content
@@ -124,6 +126,12 @@ def test_a_file_cut_anywhere_is_called_truncated(path: Path) -> None:
         path.write_bytes(whole[:length])
         with pytest.raises(DataError, match=rf"{path.name} is truncated"):
             load_tensors(path)
+
+
+def test_a_text_is_no_weights_file(path: Path) -> None:
+    path.write_text("Fellow-citizens of the Senate and of the House of Representatives")
+    with pytest.raises(DataError, match="is no safetensors file"):
+        load_tensors(path)
 
 
 def test_bytes_after_the_last_tensor_are_refused(path: Path) -> None:
