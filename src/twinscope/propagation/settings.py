@@ -12,9 +12,9 @@ from pydantic import Field, model_validator
 
 from twinscope.lab.config import Section
 
-#: Displacement ratio of the default nudge: twice the least at which a cosine speaks of equilibrium
-#: propagation (1e-3, METHOD 1.2), and small enough for the O(beta) bias of one-sided nudging to stay small.
-DEFAULT_DISPLACEMENT = 2e-3
+#: Displacement ratio of the default nudge. A cosine speaks of equilibrium propagation from 1e-3 on (METHOD
+#: 1.2); bias and residual of a one-sided nudge grow with the ratio, so the default lies just above it.
+DEFAULT_DISPLACEMENT = 1.1e-3
 
 _NUMBERS_OF_PROFILE: dict[str, tuple[str, ...]] = {
     "uniform": ("value",),
