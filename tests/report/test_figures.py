@@ -167,11 +167,10 @@ def test_data_of_the_figures_as_csv(record, build):
     }
     assert found == {
         **{f"block {index}": value for index, value in enumerate(row["block_cosine"], start=1)},
-        "embed": row["embed_cosine"],
-        "readout": row["readout_cosine"],
+        "outer": row["outer_cosine"],
         "control": row["control_cosine"],
     }
-    assert len(table) == 2 * 11 * 7
+    assert len(table) == 2 * 11 * 6
 
 
 def test_many_arms_and_deep_models(make_record, build):

@@ -59,10 +59,11 @@ def test_one_seed(make_record, build):
 @pytest.mark.parametrize(
     ("load", "cores", "words"),
     [
-        ([[1.01, 0, 0], [2.5, 0, 0]], 2, ["when the run began, the load average was 1.01 on 2 cores"]),
-        ([[1.0, 0, 0], [2.51, 0, 0]], 2, ["when the run ended, the load average was 2.51 on 2 cores"]),
-        ([[1.0, 0, 0], [2.5, 0, 0]], 2, []),
-        ([[0.6, 0, 0], None], 1, ["0.60 on 1 core."]),
+        ([[1.01, 0, 0], [2.5, 0, 0]], 2, "on 2 cores, the load average was 1.01 when the run began."),
+        ([[1.0, 0, 0], [2.51, 0, 0]], 2, "the load average was 2.51 when the run ended."),
+        ([[3.0, 0, 0], [4.0, 0, 0]], 2, "was 3.00 when the run began and 4.00 when the run ended."),
+        ([[1.0, 0, 0], [2.5, 0, 0]], 2, None),
+        ([[0.6, 0, 0], None], 1, "on 1 core, the load average was 0.60 when the run began."),
     ],
 )
 def test_contended_machine(make_record, build, load, cores, words):
@@ -73,8 +74,8 @@ def test_contended_machine(make_record, build, load, cores, words):
         "cpu": {"logical_cores": 64, "affinity": list(range(cores))},
     }
     found = warnings(read_run(build(record)))
-    assert len(found) == len(words)
-    assert all(word in line for word, line in zip(words, found, strict=True))
+    assert len(found) == (words is not None)
+    assert words is None or words in found[0]
 
 
 def test_skipped_steps(record, build):

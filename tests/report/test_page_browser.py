@@ -105,7 +105,7 @@ def test_figures_have_a_size_and_words(open_page):
     page = open_page()
     assert page.title() == "2 training runs side by side"
     figures = page.locator("svg[role=img]")
-    assert figures.count() == 8 + 6
+    assert figures.count() == 8 + 8
     for figure in figures.all():
         box = figure.bounding_box()
         assert box["width"] > 300

@@ -32,6 +32,8 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 PANEL_WIDTH = 400
 PANEL_HEIGHT = 268
 FONT_SIZE = 11
+# Around the axes; on the right, the labels of the lines need what they need.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 28, 40
 
 # name: (on light paper, on dark paper). The light value doubles as the placeholder that the page
 # replaces by var(--name), so every light value is used once. Lines: Okabe–Ito, darkened or
@@ -90,9 +92,6 @@ _STYLE: Any = {
     "lines.linewidth": 1.6,
     "lines.markersize": 4.0,
     "figure.facecolor": PALETTE["paper"][0],
-    "figure.constrained_layout.use": True,
-    "figure.constrained_layout.h_pad": 0.06,
-    "figure.constrained_layout.w_pad": 0.06,
 }
 _lock = threading.RLock()
 
@@ -137,6 +136,7 @@ def panel_svg(plot: Plot, index: int, prefix: str) -> str:
     text = text[text.index("<svg") :]
     # The style sheet inside would apply to the whole page; page.css has the same two rules.
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, count=1, flags=re.DOTALL)
+    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
     text = re.sub(r'\bid="', f'id="{prefix}-', text)
     text = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", text)
     variables = {light: name for name, (light, _) in PALETTE.items()} | dict(plot.variables)
@@ -215,7 +215,7 @@ def end_labels(axes: Axes, labels: Sequence[EndLabel]) -> None:
     heights = {label: float(to_axes.transform((0.0, label.y))[1]) for label in labels}
     ordered = sorted(labels, key=lambda label: heights[label])
     starts = [min(1.0, max(0.0, heights[label])) for label in ordered]
-    gap = 1.2 * FONT_SIZE / (0.72 * PANEL_HEIGHT)
+    gap = 1.2 * FONT_SIZE / (PANEL_HEIGHT - _TOP - _BOTTOM)
     for label, start, place in zip(ordered, starts, spread(starts, gap), strict=True):
         axes.plot(
             [1.005, 1.03],
@@ -265,12 +265,32 @@ def _matplotlib_settings() -> Iterator[None]:
 
 def _compose(panels: Sequence[Panel], columns: int) -> Figure:
     lines = ceil(len(panels) / columns)
-    figure = Figure(figsize=(columns * PANEL_WIDTH / 72, lines * PANEL_HEIGHT / 72))
+    width, height = columns * PANEL_WIDTH, lines * PANEL_HEIGHT
+    figure = Figure(figsize=(width / 72, height / 72))
     for index, panel in enumerate(panels):
-        axes = figure.add_subplot(lines, columns, index + 1)
+        axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
         axes.set_title(panel.title)
         panel.draw(axes)
+        # Margins by measure rather than by a layout engine, which draws everything twice.
+        labels = [text for text in axes.texts if text.get_position()[0] > 1]
+        inner = PANEL_WIDTH - _LEFT - _RIGHT
+        inner -= max((_text_width(text.get_text()) + 0.05 * inner for text in labels), default=0.0)
+        line, column = divmod(index, columns)
+        bottom = (lines - line - 1) * PANEL_HEIGHT + _BOTTOM
+        inner_height = PANEL_HEIGHT - _TOP - _BOTTOM
+        left = column * PANEL_WIDTH + _LEFT
+        axes.set_position((left / width, bottom / height, inner / width, inner_height / height))
+        axes.yaxis.set_label_coords(-(_LEFT - 15) / inner, 0.5)
+        axes.xaxis.set_label_coords(0.5, -22 / inner_height)
     return figure
+
+
+def _text_width(text: str) -> float:
+    """Width of an end label, in the units of a panel; the fonts of a page are rarely wider."""
+    font = get_font(findfont(FontProperties(family="DejaVu Sans")))
+    font.set_size(FONT_SIZE - 0.5, 72)
+    font.set_text(text)
+    return font.get_width_height()[0] / 64
 
 
 def _drawn(panels: Sequence[Panel], columns: int, png: bool = False) -> tuple[str, bytes]:

@@ -6,7 +6,7 @@ Covers the sentences and the numbers in them; no drawing, no markup.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import floor, isfinite, log10
+from math import floor, log10
 from typing import Any
 
 from twinscope.report.reading import RunData
@@ -189,16 +189,16 @@ def _load(run: RunData) -> Iterable[str]:
     if not isinstance(cores, int) or cores < 1:
         return
     # At the start nothing of the load is the run's own; at the end it may keep every core busy itself.
+    found = []
     for key, when, limit in (("load_at_start", "began", 0.5), ("load_at_end", "ended", 1.25)):
         load = run.provenance.get(key)
-        if not isinstance(load, list) or not load or not isinstance(load[0], int | float):
-            continue
-        if isfinite(load[0]) and load[0] > limit * cores:
-            yield (
-                f"The machine was shared: when the run {when}, the load average was {number(load[0], 2)} on "
-                f"{cores} {'core' if cores == 1 else 'cores'}. Losses and cosines do not depend on it; "
-                "timings do."
-            )
+        if isinstance(load, list) and load and isinstance(load[0], int | float) and load[0] > limit * cores:
+            found.append(f"{number(load[0], 2)} when the run {when}")
+    if found:
+        yield (
+            f"The machine was shared: on {cores} {'core' if cores == 1 else 'cores'}, the load average was "
+            f"{listed(found)}. Losses and cosines do not depend on it; timings do."
+        )
 
 
 def known(values: Iterable[Any]) -> list[float]:

@@ -99,7 +99,7 @@ def render(paths: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def _run_view(run: RunData, name: str, plots: Sequence[Plot], index: int) -> RunView:
-    found = [tables.arms(run), tables.windows(run), tables.gates(run)]
+    found = [tables.arms(run), tables.windows(run), tables.gates(run), tables.amp_gates(run)]
     return RunView(
         anchor=f"run-{index}",
         name=name,

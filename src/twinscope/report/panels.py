@@ -284,7 +284,7 @@ def _cosine_ticks(axes: Axes, limits: tuple[float, float]) -> None:
 
 def _cosine_at(gap: float) -> str:
     digits = max(1, -floor(log10(gap) + 1e-9))
-    return number(1 - gap, digits) if digits <= 6 else f"1 − {small(gap)}"
+    return number(1 - gap, digits) if digits <= 6 else f"1−{_short_power(gap)}"
 
 
 def _log_ticks(axes: Axes, limits: tuple[float, float]) -> None:

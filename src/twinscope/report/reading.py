@@ -43,7 +43,7 @@ class RunData:
     claims: tuple[Mapping[str, str], ...]
 
     def rows_of(self, kind: str, arm: str | None = None, seed: int | None = None) -> list[Row]:
-        """Rows of a kind, ``"eval"`` or ``"gate"``, by seed and step; of one arm or seed where given."""
+        """Rows of a kind (``eval | gate | amp_gate``) by seed and step; of one arm or seed where given."""
         order = {name: index for index, name in enumerate(self.arms)}
         chosen = (
             row
@@ -193,7 +193,7 @@ def _from_journal(path: Path, verb: str) -> Record:
             "config": {},
             "provenance": provenance,
             "summary": {},
-            "rows": [row for row in rows if row.get("kind") in ("eval", "gate")],
+            "rows": [row for row in rows if row.get("kind") in ("eval", "gate", "amp_gate")],
             "claims": [],
         }
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from twinscope.report.findings import arm_label, cosine, count, known, number, signed, small
@@ -141,10 +142,10 @@ def arms(run: RunData) -> Table:
     if scatter.get("bp_final_sd") is not None:
         note = (
             f"Standard deviation of BP's final loss over {scatter.get('n')} seeds: "
-            f"{small(scatter['bp_final_sd'])} nats per token. {scatter.get('note', '')}"
+            f"{small(scatter['bp_final_sd'])} nats per token. {_sentence(scatter.get('note', ''))}"
         )
     elif scatter:
-        note = f"{scatter.get('note', '')} {scatter.get('bp_final_sd_reason', '')}"
+        note = " ".join(_sentence(scatter.get(key, "")) for key in ("note", "bp_final_sd_reason"))
     return Table(
         "arms",
         "Arms and baselines; loss in nats per token on held-out text, after the last step",
@@ -167,7 +168,7 @@ def windows(run: RunData) -> Table | None:
                         _integer(part["start"]),
                         _integer(part["end"]),
                         Cell("all") if seed is None else _integer(seed),
-                        *(_field(each, key, signed, digits=4) for key in ("mean", "low", "high")),
+                        *(_field(each, key, signed, digits=5) for key in ("mean", "low", "high")),
                         _integer(part["n"]) if seed is None else Cell(""),
                     )
                 )
@@ -210,6 +211,29 @@ def gates(run: RunData) -> Table | None:
     )
 
 
+def amp_gates(run: RunData) -> Table | None:
+    """What training in amp was let through on, arm by arm; None for a run that is not in amp."""
+    rows = run.rows_of("amp_gate")
+    if not rows:
+        return None
+    return Table(
+        "amp",
+        "Amp gate before training: median cosine to BP in fp32, of EP in amp and of EP in fp32",
+        ("arm", "seed", "in amp", "in fp32", "passed"),
+        (False, True, True, True, False),
+        tuple(
+            (
+                Cell(arm_label(row["arm"])),
+                _integer(row["seed"]),
+                _field(row, "amp_cosine", number, digits=4),
+                _field(row, "full_cosine", number, digits=4),
+                Cell("yes" if row["passed"] else "no"),
+            )
+            for row in rows
+        ),
+    )
+
+
 def provenance(run: RunData) -> Table:
     """What the run depends on, flattened to dotted names."""
     rows = [(Cell("folder"), Cell(run.path.name)), (Cell("status"), Cell(run.status))]
@@ -219,16 +243,13 @@ def provenance(run: RunData) -> Table:
 
 def _gate_row(row: Row) -> tuple[Cell, ...]:
     values = known(row["block_cosine"])
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    median = (ordered[middle] + ordered[~middle]) / 2 if ordered else None
-    worst = ordered[0] if ordered else None
+    worst = min(values, default=None)
     ratios = known(row["displacement_ratio"])
     return (
         Cell(arm_label(row["arm"])),
         _integer(row["seed"]),
         _integer(row["step"]),
-        _measured(median, cosine, reason=row.get("block_cosine_reason")),
+        _measured(median(values) if values else None, cosine, reason=row.get("block_cosine_reason")),
         _measured(worst, cosine, reason=row.get("block_cosine_reason")),
         _integer(row["block_cosine"].index(worst) + 1 if worst is not None else None),
         _field(row, "outer_cosine", cosine),
@@ -283,14 +304,30 @@ def _rule_of(run: RunData, arm: str) -> str:
     return arm if arm in ("ep", "bp") else ""
 
 
+def _sentence(text: str) -> str:
+    text = text.strip().rstrip(".")
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
 def _flattened(value: Any, prefix: str = "") -> Iterable[tuple[str, str]]:
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _flattened(item, f"{prefix}.{key}" if prefix else str(key))
+            name = f"{prefix}.{key}" if prefix else str(key)
+            reason = value.get(f"{key}_reason")
+            if item is None and reason is not None:
+                yield name, f"– ({reason})"
+            elif not (key.endswith("_reason") and value.get(key.removesuffix("_reason"), "") is None):
+                yield from _flattened(item, name)
     elif isinstance(value, list | tuple) and all(not isinstance(item, Mapping | list) for item in value):
-        yield prefix, ", ".join(str(item) for item in value)
+        yield prefix, ", ".join(_plain(item) for item in value)
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _flattened(item, f"{prefix}.{index}")
     else:
-        yield prefix, "–" if value is None else str(value)
+        yield prefix, _plain(value)
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "–" if value is None else str(value)
