@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 class LinearDecoder(nn.Module):
-    """``z_0`` looked up, ``f_l(z) = W_l z + b_l``, ``readout = H z``; outputs and targets of width ``out``."""
+    """``z_0`` looked up, ``f_l(z) = W_l z + b_l``, ``readout = H z`` of width ``out``."""
 
     def __init__(self, vocab: int, width: int, layers: int, out: int, seed: int) -> None:
         super().__init__()

@@ -13,14 +13,14 @@ import pytest
 from twinscope.cli import main
 from twinscope.lab.record import load_record
 
-WORDS = "the state of the union is strong and the people of the nation know it well ".split()
+WORDS = "the state of the union is strong and the people of the nation know it well"
 
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("TWINSCOPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("TWINSCOPE_RUNS", str(tmp_path / "runs"))
-    (tmp_path / "text.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS, size=900)))
+    (tmp_path / "text.txt").write_text(" ".join(np.random.default_rng(0).choice(WORDS.split(), size=900)))
     path = tmp_path / "tiny.toml"
     path.write_text(
         f"""
@@ -75,7 +75,9 @@ def test_train_leaves_a_record_a_report_and_a_json_line(tiny, capsys):
     assert record.summary["arms"]["ep"]["steps"] == 4
     assert record.config["train"]["steps"] == 4
     assert (run / "report.html").stat().st_size > 10_000
-    assert {"config.toml", "provenance.json", "journal.jsonl", "result.json"} <= {p.name for p in run.iterdir()}
+    assert {"config.toml", "provenance.json", "journal.jsonl", "result.json"} <= {
+        p.name for p in run.iterdir()
+    }
     code, out, _ = call(capsys, "runs", "--json")
     assert json.loads(out)["runs"][0]["status"] == "complete"
     code, out, _ = call(capsys, "runs")

@@ -13,9 +13,19 @@ if TYPE_CHECKING:
     from twinscope.models.decoder import Decoder
     from twinscope.models.gpt import GPTConfig, build_gpt
     from twinscope.propagation.estimators import bp_gradient, ep_gradient
+    from twinscope.propagation.leak import leak_spectrum
     from twinscope.propagation.settings import EPSettings
 
-__all__ = ["Decoder", "EPSettings", "GPTConfig", "bp_gradient", "build_gpt", "ep_gradient", "load"]
+__all__ = [
+    "Decoder",
+    "EPSettings",
+    "GPTConfig",
+    "bp_gradient",
+    "build_gpt",
+    "ep_gradient",
+    "leak_spectrum",
+    "load",
+]
 
 _HOMES = {
     "Decoder": "twinscope.models.decoder",
@@ -24,6 +34,7 @@ _HOMES = {
     "bp_gradient": "twinscope.propagation.estimators",
     "build_gpt": "twinscope.models.gpt",
     "ep_gradient": "twinscope.propagation.estimators",
+    "leak_spectrum": "twinscope.propagation.leak",
 }
 
 

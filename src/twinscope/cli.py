@@ -70,10 +70,10 @@ def demo(
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Train a small EP transformer beside its backprop twin on real text and make a report: minutes on 2 cores.
+    """Train a small EP transformer beside its backprop twin on real text, and make a report.
 
-    The text is 200 years of State of the Union addresses; addresses since 2000 are held out. Both arms
-    start from the same weights and see the same batches.
+    Takes minutes on 2 cores. The text is State of the Union addresses; those since 2000 are held out.
+    Both arms start from the same weights and see the same batches.
 
     Example: twinscope demo --steps 200
     """
@@ -108,6 +108,71 @@ def train(
         from twinscope.propagation.config import TrainConfig
 
         _train_and_report(read_config(config, TrainConfig, overrides or []), runs, quiet, outcome)
+
+
+@app.command()
+def leak(
+    config: Config,
+    overrides: Set = None,
+    extend: Annotated[
+        Path | None, typer.Option(help="Finished leak run to add batches to; CONFIG then says how many.")
+    ] = None,
+    runs: Runs = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Measure, block by block, how the EP gradient departs from BP as the displacement gain grows.
+
+    Every gain on the same batches, after a self-test on the same model. The result says at which gains each
+    block is usable, and which displacement and gains to train with.
+
+    Example: twinscope leak experiments/leak.toml --set leak.batches=32
+    """
+    with _reporting(as_json, debug) as outcome:
+        from twinscope.propagation import leak_run
+        from twinscope.propagation.leak_config import LeakConfig
+
+        settings = read_config(config, LeakConfig, overrides or [])
+        if extend is not None:
+            with Run.open(extend) as run:
+                outcome.run = run.path
+                record = leak_run.extend(settings, run, quiet)
+                _close(run.path, record, quiet, outcome)
+            return
+        prepared = leak_run.prepare(settings, quiet)
+        with leak_run.create_run(prepared, runs_root(runs)) as run:
+            outcome.run = run.path
+            record = leak_run.leak(prepared, run, quiet)
+            _close(run.path, record, quiet, outcome)
+
+
+@app.command()
+def collapse(
+    targets: Annotated[
+        list[Path], typer.Argument(metavar="TARGET...", help="Leak run directories, or one TOML file.")
+    ],
+    overrides: Set = None,
+    runs: Runs = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Test the threshold law over leak runs: is gain_low times displacement ratio a constant of the format?
+
+    A TOML file makes the leak runs first, each an ordinary run that a resume continues. Runs at another
+    beta than most are controls.
+
+    Example: twinscope collapse experiments/collapse.toml
+    """
+    with _reporting(as_json, debug) as outcome:
+        from twinscope.propagation import collapse_run
+
+        settings = collapse_run.read_targets(targets, overrides or [])
+        with collapse_run.create_run(settings, runs_root(runs)) as run:
+            outcome.run = run.path
+            record = collapse_run.collapse(settings, run, quiet)
+            _close(run.path, record, quiet, outcome)
 
 
 @app.command()
@@ -264,8 +329,8 @@ def _close(path: Path, record: dict[str, Any], quiet: bool, outcome: _Outcome) -
     """Make the report of a complete run and say where everything is."""
     from twinscope.report.page import render
 
-    page = render([path], None)
     outcome.status = record["status"]
+    page = render([path], None)
     outcome.more["report"] = str(page)
     if not quiet:
         info = run_info(path)
@@ -289,21 +354,25 @@ def run_info_status(path: Path) -> str:
 
 def _resumable() -> dict[str, Callable[[Run, bool], dict[str, Any]]]:
     """Verb -> what continues a run of it."""
+    from twinscope.propagation.collapse_run import resume as resume_collapse
+    from twinscope.propagation.leak_run import resume as resume_leak
     from twinscope.propagation.train import resume as resume_training
 
-    return {"train": resume_training}
+    return {"train": resume_training, "leak": resume_leak, "collapse": resume_collapse}
 
 
 def _usage_sentence(error: typer.TyperException) -> str:
     """What the parser objects to, in one sentence, with the nearest verb for a mistyped one."""
     message = str(getattr(error, "format_message", error.__str__)()).strip().rstrip(".")
     context = getattr(error, "ctx", None)
-    inner = context is not None and context.parent is not None
+    verb = f" {context.info_name}" if context is not None and context.parent is not None else ""
     mistyped = re.match(r"No such command '([^']*)'", message)
     if mistyped:
-        known = [command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands]
+        known = [
+            command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands
+        ]
         message = f"there is no verb '{mistyped[1]}'{suggestion(mistyped[1], known)}"
-    return f"{message}; see twinscope{f' {context.info_name}' if inner else ''} --help"
+    return f"{message}; see twinscope{verb} --help"
 
 
 def _complain(sentence: str) -> None:

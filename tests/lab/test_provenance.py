@@ -29,7 +29,7 @@ def test_everything_a_result_depends_on_is_there(monkeypatch: pytest.MonkeyPatch
     assert found["versions"]["python"] == platform.python_version()
     for package in ("twinscope", "torch", "numpy", "transformers"):
         assert found["versions"][package] == metadata.version(package)
-    assert found["command"] == [sys.executable, *sys.argv]
+    assert found["command"] == ["twinscope", *sys.argv[1:]]
     assert {k: found["environment"][k] for k in ("OMP_NUM_THREADS", "ONEDNN_VERBOSE", "TORCH_X")} == {
         "OMP_NUM_THREADS": "3",
         "ONEDNN_VERBOSE": "1",

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from twinscope.lab.config import parse_config, to_toml
@@ -210,7 +211,7 @@ class LlamaForCausalLM(transformers.LlamaForCausalLM):
 
 
 def opt() -> nn.Module:
-    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "ffn_dim": 8}
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "ffn_dim": 8}
     return transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=5, word_embed_proj_dim=8, **sizes))
 
 
@@ -262,10 +263,19 @@ def test_a_saved_model_comes_back(case: str, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_half_precision_files_are_computed_in_float32(tmp_path: Path) -> None:
+    exact = build("llama", torch.float32)
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            parameter.copy_(parameter.bfloat16())
     build("llama", torch.bfloat16).save_pretrained(tmp_path)
-    decoder = open_causal_lm(tmp_path)
-    exact = build("llama", torch.bfloat16).float()
-    torch.testing.assert_close(decoder(batch()[0]), exact(input_ids=batch()[0]).logits, rtol=1e-6, atol=1e-6)
+    save_file(
+        {name: tensor.bfloat16() for name, tensor in exact.state_dict().items()},
+        tmp_path / "model.safetensors",
+        {"format": "pt"},
+    )
+    tokens, _ = batch()
+    expected = exact(input_ids=tokens).logits
+    torch.testing.assert_close(open_causal_lm(tmp_path)(tokens), expected, rtol=1e-6, atol=1e-6)
 
 
 def no_weights(folder: Path) -> None:
@@ -283,8 +293,6 @@ def truncated(folder: Path) -> None:
 
 
 def not_finite(folder: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][3] = float("nan")
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})

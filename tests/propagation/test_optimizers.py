@@ -146,7 +146,9 @@ def _torch_muon_in_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_torch_muon_in_full_precision")
-@pytest.mark.parametrize("batch_elements", [1, 200, 2**19])  # one at a time, cut, all of one shape together
+@pytest.mark.parametrize(
+    "batch_elements", [1, 200, 2**18]
+)  # in pairs, cut elsewhere, all of one shape together
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 def test_muon_takes_the_steps_of_torch_muon(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, batch_elements: int
@@ -357,9 +359,6 @@ def test_no_gradient_stays_on_the_parameters(kind: str) -> None:
     grads = gradients(model, 0)
     optimizer.step(grads, 0)
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    with pytest.raises(RuntimeError):
-        optimizer.step(grads | {"norm.weight": torch.zeros(3)}, 1)
-    assert all(p.grad is None for p in model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["muon", "adamw"])
@@ -378,7 +377,7 @@ def test_the_layout_of_a_gradient_does_not_matter(kind: str) -> None:
     assert _differing(*results) == []
 
 
-def test_parameters_without_a_gradient_are_refused_and_frozen_ones_left_alone() -> None:
+def test_gradients_that_do_not_fit_are_refused_and_frozen_parameters_left_alone() -> None:
     model = model_of(torch.float32)
     grads = gradients(model, 0)
     optimizer = build_optimizer(model, flat_settings(kind="muon"), 10)
@@ -387,6 +386,8 @@ def test_parameters_without_a_gradient_are_refused_and_frozen_ones_left_alone() 
         optimizer.step(missing, 0)
     with pytest.raises(ValueError, match="differ in more"):
         optimizer.step(grads | {"more": torch.zeros(1)}, 0)
+    with pytest.raises(ValueError, match=r"differ in norm\.weight"):
+        optimizer.step(grads | {"norm.weight": torch.zeros(1)}, 0)
     model.tok.weight.requires_grad_(False)
     before = model.tok.weight.clone()
     build_optimizer(model, flat_settings(kind="muon", weight_decay=0.5), 10).step(missing, 0)

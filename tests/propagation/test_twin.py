@@ -23,7 +23,7 @@ from twinscope.propagation.config import TrainConfig
 from twinscope.propagation.estimators import bp_gradient
 from twinscope.propagation.train import create_run, prepare, resume, train
 
-WORDS = "the state of the union is strong and the people of the nation know it well ".split()
+WORDS = "the state of the union is strong and the people of the nation know it well"
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def _places(tmp_path, monkeypatch):
 def config(tmp_path: Path, **changes) -> TrainConfig:
     text = tmp_path / "text.txt"
     if not text.exists():
-        text.write_text(" ".join(np.random.default_rng(0).choice(WORDS, size=900)))
+        text.write_text(" ".join(np.random.default_rng(0).choice(WORDS.split(), size=900)))
     values = {
         "name": "tiny",
         "model": {"layers": 2, "width": 16, "heads": 2, "context": 12},
@@ -45,7 +45,9 @@ def config(tmp_path: Path, **changes) -> TrainConfig:
         "ep": {"nudge": "random", "displacement": 1e-3, "gain": {"profile": "random", "max": 8.0}},
     }  # fmt: skip
     for table, change in changes.items():
-        values[table] = {**values[table], **change} if isinstance(change, dict) and table in values else change
+        values[table] = (
+            {**values[table], **change} if isinstance(change, dict) and table in values else change
+        )
     return TrainConfig.model_validate(values)
 
 
@@ -127,8 +129,8 @@ def test_sigterm_stops_with_a_checkpoint_and_resumes(tmp_path):
             try:
                 train(prepared, run, quiet=True)
             except Stopped as error:
-                assert f"twinscope resume {run.path}" in str(error)
-                os._exit(error.exit_code)
+                # The exit code carries the check out of the child.
+                os._exit(error.exit_code if f"twinscope resume {run.path}" in str(error) else 99)
 
     child = in_child(whole)
     while not list(root.glob("*/checkpoints/seed-0-*")):
@@ -143,6 +145,27 @@ def test_sigterm_stops_with_a_checkpoint_and_resumes(tmp_path):
     assert "SIGTERM" in (stopped.reason or "")
     continue_run(path)
     assert essence(path)[:4] == expected[:4]
+
+
+def test_a_stop_at_any_step_changes_nothing(tmp_path, monkeypatch):
+    settings = config(tmp_path, train={"seeds": [0]})
+    expected = essence(completed(tmp_path, settings, "reference"))
+    prepared = prepare(settings)
+    draw = twin.train_batch
+    for stop in range(14):
+        with create_run(prepared, tmp_path / "stopped") as run:
+
+            def asked(tokens, context, batch, seed, step, run=run, stop=stop):
+                if step == stop:
+                    run.request_stop("a test")
+                return draw(tokens, context, batch, seed, step)
+
+            monkeypatch.setattr(twin, "train_batch", asked)
+            with pytest.raises(Stopped, match=f"at step {stop + 1} "):
+                train(prepared, run, quiet=True)
+        monkeypatch.setattr(twin, "train_batch", draw)
+        continue_run(run.path)
+        assert essence(run.path)[:4] == expected[:4]
 
 
 def test_time_budget_stops_and_the_rest_can_be_had_later(tmp_path):
@@ -196,7 +219,9 @@ def test_arms_share_start_batches_and_evaluation(tmp_path, monkeypatch):
     assert not torch.equal(seen["ep_gradient"][13][2], seen["bp_gradient"][13][2])
     assert not torch.equal(seen["ep_gradient"][0][2], seen["ep_gradient"][14][2]), "seeds start alike"
     record = load_record(path)
-    first = {row["arm"]: row["val_losses"] for row in record.rows if row["kind"] == "eval" and row["step"] == 0}
+    first = {
+        row["arm"]: row["val_losses"] for row in record.rows if row["kind"] == "eval" and row["step"] == 0
+    }
     assert first["ep"] == first["bp"]
     assert record.summary["arms"]["bp"]["val_loss"] < first["bp"][0]
 
@@ -412,6 +437,9 @@ def test_amp_trains_only_through_its_gate(tmp_path, monkeypatch):
     assert gate["amp_cosine"] != gate["full_cosine"]
     monkeypatch.setattr("twinscope.propagation.gates.AMP_TOLERANCE", 0.0)
     prepared = prepare(settings)
-    with create_run(prepared, tmp_path / "runs") as run, pytest.raises(ConfigError, match="may not train in amp"):
+    with (
+        create_run(prepared, tmp_path / "runs") as run,
+        pytest.raises(ConfigError, match="may not train in amp"),
+    ):
         train(prepared, run, quiet=True)
     assert load_record(run.path).status == "failed"

@@ -235,7 +235,8 @@ def write_run(
     config: str = CONFIG,
 ) -> Path:
     record = copy.deepcopy(record)
-    folder = root / f"20261130T141530Z-train-{name}"
+    verb = record["schema"].removeprefix("twinscope.").partition("/")[0]
+    folder = root / f"20261130T141530Z-{verb}-{name}"
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(config, encoding="utf-8")
     (folder / "provenance.json").write_text(json.dumps(record["provenance"]), encoding="utf-8")

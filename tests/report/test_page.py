@@ -6,6 +6,7 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+from synthetic_spectra import COLLAPSE_CONFIG, LEAK_CONFIG, collapse_record, leak_record
 
 from twinscope.lab.errors import ConfigError
 from twinscope.report.page import render
@@ -184,6 +185,75 @@ def test_several_runs_side_by_side(record, build, tmp_path):
     identities = [tag["id"] for _, tag in page.tags if "id" in tag]
     assert len(identities) == len(set(identities))
     assert (third / "figures" / "block-cosine.svg").is_file()
+
+
+def test_all_kinds_of_runs_on_one_page(record, build, tmp_path):
+    leak = leak_record(blocks=2)
+    paths = [
+        build(record),
+        build(leak, name="absorption", config=LEAK_CONFIG),
+        build(leak_record(blocks=2, study="amp"), name="amp", config=LEAK_CONFIG),
+        build(collapse_record((32, 48), blocks=3), name="five-widths", config=COLLAPSE_CONFIG),
+    ]
+    page = Elements(render(paths, tmp_path / "all.html").read_text(encoding="utf-8"))
+    assert "4 runs side by side" in page.text
+    # Of one verb there are two runs: they alone stand in a table together.
+    assert "all-leak-comparison" in [tag.get("id") for _, tag in page.tags]
+    assert "all-comparison" not in [tag.get("id") for _, tag in page.tags]
+    order = [
+        "EP reaches",
+        "At gain 1 the projection of the leak",
+        "Self-test passed.",
+        "Projection of the leak over gain, per block.",
+        "Recommended settings",
+        "displacement = 4.4e-05",
+        "Study: EP in amp",
+        "Over 5 blocks of 2 models",
+        "Where the law fails:",
+        "The threshold law.",
+        "Every block, with the 95 % interval",
+    ]
+    text = page.text.split("run-4", 1)[0]
+    body = text[text.index("least displacement ratio") :]
+    places = [body.index(words) for words in order]
+    assert places == sorted(places)
+    identities = [tag["id"] for _, tag in page.tags if "id" in tag]
+    assert len(identities) == len(set(identities))
+    names = [sorted(file.stem for file in (path / "figures").glob("*.svg")) for path in paths[1:]]
+    assert names == [["gain-one", "operating-window", "projection-over-gain"]] * 2 + [["collapse"]]
+
+
+def test_every_string_of_a_spectrum_is_escaped(build, tmp_path):
+    leak = leak_record(blocks=2)
+    leak["summary"]["model"] = leak["summary"]["control"]["description"] = HOSTILE
+    leak["summary"]["recommended"]["config_fragment"] = HOSTILE
+    leak["summary"]["self_test"]["null"]["detail"] = HOSTILE
+    leak["summary"]["gain_high_reason"] = f"block 1: {HOSTILE}"
+    leak["summary"] |= {"extended_from": [8], "recomputed": [HOSTILE]}
+    for row in leak["rows"]:
+        if row["block"] == 2:
+            row["mean_projection_reason"] = HOSTILE
+    law = collapse_record((32, 48), blocks=3)
+    law["summary"]["fails"] = [HOSTILE]
+    law["summary"]["controls"]["description"] = HOSTILE
+    for row in law["rows"]:
+        row["model"] = row["run"] = HOSTILE
+    paths = [build(leak, name="a", config=LEAK_CONFIG), build(law, name="b", config=COLLAPSE_CONFIG)]
+    page = Elements(render(paths, tmp_path / "all.html").read_text(encoding="utf-8"))
+    assert len(page.named("script")) == len(page.named("style")) == 1
+    assert page.named("img") == []
+    for path in paths:
+        for file in (path / "figures").glob("*.svg"):
+            assert "<script" not in file.read_text(encoding="utf-8")
+
+
+def test_a_verb_that_is_not_shown(record, build, monkeypatch):
+    from twinscope.report import page
+
+    path = build(record)
+    monkeypatch.delitem(page.CONTENT, "train")
+    with pytest.raises(ConfigError, match="is a 'train' run: the report shows 'leak', 'collapse' runs"):
+        render([path])
 
 
 def test_equal_runs_give_equal_pages(record, build):

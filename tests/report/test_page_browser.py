@@ -70,12 +70,21 @@ def browser(chromium: str) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Fixtures of a test cannot serve a module, so the generator is taken from its own file.
+    from synthetic_spectra import COLLAPSE_CONFIG, LEAK_CONFIG, collapse_record, leak_record
+
     from conftest import synthetic_record, write_run
 
     root = tmp_path_factory.mktemp("runs")
     hostile = synthetic_record(arms=("ep", HOSTILE, "bp"), seeds=(0,), blocks=12)
     hostile["provenance"]["name"] = HOSTILE
-    return render([write_run(root, synthetic_record()), write_run(root, hostile, name="hostile")])
+    return render(
+        [
+            write_run(root, synthetic_record()),
+            write_run(root, hostile, name="hostile"),
+            write_run(root, leak_record(blocks=4, study="amp"), name="leak", config=LEAK_CONFIG),
+            write_run(root, collapse_record(), name="widths", config=COLLAPSE_CONFIG),
+        ]
+    )
 
 
 @pytest.fixture
@@ -103,16 +112,17 @@ def open_page(browser: Any, page_file: Path) -> Iterator[Any]:
 
 def test_figures_have_a_size_and_words(open_page):
     page = open_page()
-    assert page.title() == "2 training runs side by side"
+    assert page.title() == "4 runs side by side"
     figures = page.locator("svg[role=img]")
-    assert figures.count() == 8 + 8
+    assert figures.count() == 8 + 8 + (4 + 1 + 2) + 2
     for figure in figures.all():
         box = figure.bounding_box()
-        assert box["width"] > 300
+        assert box["width"] > 280
         assert box["height"] > 200
     described = page.evaluate(DESCRIPTIONS)
     assert all(len(title) > 5 and any(char.isdigit() for char in words) for title, words in described)
     assert page.evaluate("document.scripts.length") == 1
+    assert page.locator("#run-3 .label").inner_text() == "Study: EP in amp, read by an fp32 instrument"
 
 
 def test_no_text_of_a_figure_is_cut_off_or_overlaps_another(open_page):

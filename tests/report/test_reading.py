@@ -74,6 +74,23 @@ def test_what_a_stopped_run_lacks_is_none(record, build):
     assert run.final("ep", "val_bits_per_byte") is None
 
 
+def test_the_reference_is_the_first_arm_that_backpropagates(make_record, build):
+    record = make_record(arms=("twin", "ep", "other"), seeds=(0,))
+    rules = {"twin": "ep", "ep": "bp", "other": "bp"}
+    for arm, rule in rules.items():
+        record["summary"]["arms"][arm]["rule"] = rule
+    assert read_run(build(record)).reference == "ep"
+    # Without a summary the config says it, and without arms there its default does.
+    tables = "".join(f'[[arms]]\nname = "{arm}"\nrule = "{rule}"\n' for arm, rule in rules.items())
+    path = build(record, name="cut", result=False, config=f'name = "x"\n{tables}')
+    assert read_run(path).reference == "ep"
+    assert read_run(path).arms == ["twin", "ep", "other"]
+    path = build(make_record(seeds=(0,)), name="default", result=False)
+    assert read_run(path).reference == "bp"
+    path = build(make_record(arms=("ep",)), name="alone")
+    assert read_run(path).reference is None
+
+
 def test_skipped_steps_are_summed_over_seeds(record, build):
     for row in record["rows"]:
         if row["kind"] == "eval" and row["arm"] == "ep":

@@ -5,7 +5,7 @@ Covers the mapping from errors to the status of ``result.json``. What the work i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,8 +18,15 @@ from twinscope.lab.run import Run, stop_signals
 Findings = tuple[dict[str, Any], list[dict[str, str]]]
 
 
-def carry_out(run: Run, config: dict[str, Any], work: Callable[[], Findings]) -> dict[str, Any]:
+def carry_out(
+    run: Run,
+    config: dict[str, Any],
+    work: Callable[[], Findings],
+    rows: Sequence[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     """Do ``work`` with SIGINT and SIGTERM asking the run to stop, and write its result; returns the record.
+
+    ``rows`` are those of the record, where they are not the journal's: a list that ``work`` fills.
 
     Raises:
         Stopped: a signal, a budget or a full disk ended it; the result says ``stopped``.
@@ -34,11 +41,11 @@ def carry_out(run: Run, config: dict[str, Any], work: Callable[[], Findings]) ->
     except TwinscopeError as raised:
         error = raised
     else:
-        return _finish(run, config, summary, claims, {"status": "complete"})
+        return _finish(run, config, summary, claims, {"status": "complete"}, rows)
     status = "stopped" if isinstance(error, Stopped) else "failed"
     # The disk may be the reason: then the sentence on the terminal is all there is.
     with suppress(TwinscopeError):
-        _finish(run, config, {}, [], {"status": status, "reason": str(error)})
+        _finish(run, config, {}, [], {"status": status, "reason": str(error)}, rows)
     if isinstance(error, Stopped) and "twinscope resume" not in str(error):
         raise Stopped(f"{error}; continue with: twinscope resume {run.path}") from error
     raise error
@@ -50,6 +57,7 @@ def _finish(
     summary: dict[str, Any],
     claims: list[dict[str, str]],
     ending: dict[str, str],
+    rows: Sequence[dict[str, Any]] | None,
 ) -> dict[str, Any]:
     provenance = close(run.provenance)
     run.update_provenance(provenance)
@@ -59,7 +67,7 @@ def _finish(
         "config": config,
         "provenance": run.provenance,
         "summary": summary,
-        "rows": run.rows,
+        "rows": run.rows if rows is None else list(rows),
         "claims": claims,
     }
     run.finish(record)

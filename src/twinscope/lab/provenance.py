@@ -48,7 +48,7 @@ def collect(*, seeds: Sequence[int], data: Mapping[str, str], compute: Mapping[s
     affinity = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
     return {
         "started": utc_now(),
-        "command": [sys.executable, *sys.argv],
+        "command": ["twinscope", *sys.argv[1:]],
         "versions": _versions(),
         "platform": platform.platform(),
         "cpu": {

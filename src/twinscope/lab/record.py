@@ -193,8 +193,201 @@ class AmpGateRow(TrainPoint):
     passed: bool
 
 
+class SelfTestPart(Strict):
+    """One half of the spectrometer's self-test and what it read."""
+
+    passed: bool
+    detail: Text
+
+
+class LeakSelfTest(Strict):
+    """Backpropagation against itself, and leaks of known size planted in the displacement step."""
+
+    null: SelfTestPart
+    planted: SelfTestPart
+
+
+class LeakControl(Strict):
+    """An arm that should read 0, on the same batches: projection per block with its 95 % interval."""
+
+    description: Text
+    beta: float
+    displacement: float
+    projection: list[Measured]
+    projection_low: list[Measured]
+    projection_high: list[Measured]
+
+
+class LeakMemory(Strict):
+    """What the group means take, as planned, in MiB; ``spilled``: those of the reference are on disk."""
+
+    budget_mib: float
+    group_means_mib: float
+    spilled: bool
+    arms_with_vectors: int
+    vectors_mib: float
+
+
+class LeakRecommendation(Strict):
+    """What to train with: the displacement, the gain per block, and the same as TOML for ``train``.
+
+    ``gain`` is relative to the beta measured with; ``config_fragment`` holds the ``[ep]`` table.
+    """
+
+    displacement: float
+    gain: list[float]
+    config_fragment: Text
+
+
+class LeakSummary(Strict):
+    """Summary of the verb ``leak``; lists run over blocks 1 … L.
+
+    ``displacement_ratio`` is RMS(d_l) / RMS(z_l) at gain 1, mean over batches. ``gain_low`` and
+    ``gain_high`` are the edges of the longest run of gains whose projection lies within ±``band``.
+    """
+
+    model: Text
+    blocks: int
+    parameters: list[int]
+    beta: float
+    displacement_ratio: list[float]
+    gain_low: list[Measured]
+    gain_low_low: list[Measured]
+    gain_low_high: list[Measured]
+    gain_high: list[Measured]
+    gain_high_low: list[Measured]
+    gain_high_high: list[Measured]
+    odd: list[Measured]
+    odd_low: list[Measured]
+    odd_high: list[Measured]
+    even: list[Measured]
+    even_low: list[Measured]
+    even_high: list[Measured]
+    band: float
+    batches: int
+    groups: int
+    instrument: Literal["fp32", "fp64"]
+    study: Literal["fp32", "fp64", "amp"]
+    unit_roundoff: float
+    self_test: LeakSelfTest
+    control: LeakControl
+    recommended: LeakRecommendation | None
+    memory: LeakMemory
+    extended_from: list[int]
+    recomputed: list[str]
+
+
+class LeakRow(Strict):
+    """The leak of one block under one arm: a uniform gain at +beta or -beta; fields as in the method, 1.4."""
+
+    key: Text
+    block: int
+    gain: float
+    beta_sign: Literal[1, -1]
+    projection: Measured
+    projection_low: Measured
+    projection_high: Measured
+    mean_projection: Measured
+    mean_projection_low: Measured
+    mean_projection_high: Measured
+    proj_on_bp: Measured
+    rel_leak: Measured
+    leak_squared: Measured
+    leak_squared_low: Measured
+    leak_squared_high: Measured
+    half_split: Measured
+    cosine: Measured
+
+
+class CollapseModel(Strict):
+    """The law within one model: slope over its blocks, and constant in unit roundoffs."""
+
+    model: Text
+    n_points: int
+    n_null: int
+    slope: Measured
+    slope_low: Measured
+    slope_high: Measured
+    constant: Measured
+
+
+class CollapseControl(Strict):
+    """A run at another beta: mean log distance from the law, and from the same blocks at the common beta."""
+
+    run: Text
+    model: Text
+    beta: float
+    n_points: int
+    n_null: int
+    shift: Measured
+    paired_shift: Measured
+    paired_largest: Measured
+
+
+class CollapseControls(Strict):
+    """Runs that fall on the line by a theorem; they enter no fit."""
+
+    description: Text
+    runs: list[CollapseControl]
+
+
+class CollapseSummary(Strict):
+    """Summary of the verb ``collapse``: log gain_low against log displacement ratio, clustered by model.
+
+    ``constant`` is the geometric mean of gain_low times ratio in units of ``unit_roundoff``. The standard
+    deviations are those of log gain_low: around the law of slope ``prediction`` and around the fitted line.
+    """
+
+    prediction: float
+    slope: Measured
+    slope_low: Measured
+    slope_high: Measured
+    slope_dof: Measured
+    intercept: Measured
+    constant: Measured
+    constant_low: Measured
+    constant_high: Measured
+    n_points: int
+    n_null: int
+    n_models: int
+    residual_sd: Measured
+    fit_residual_sd: Measured
+    r_squared: Measured
+    beta: float
+    read: Literal["linear", "energy"]
+    rounds: int
+    instrument: Literal["fp32", "fp64"]
+    study: Literal["fp32", "fp64", "amp"]
+    band: float
+    unit_roundoff: float
+    per_model: list[CollapseModel]
+    controls: CollapseControls
+    fails: list[Text]
+
+
+class CollapsePoint(Strict):
+    """One block of one leak run; ``residual`` is log(gain_low / predicted), ``predicted`` by the law."""
+
+    key: Text
+    run: Text
+    model: Text
+    width: int | None
+    layers: int
+    block: int
+    beta: float
+    role: Literal["point", "control"]
+    displacement_ratio: float
+    gain_low: Measured
+    gain_low_low: Measured
+    gain_low_high: Measured
+    predicted: Measured
+    residual: Measured
+
+
 #: Verb -> (model of the summary, type of one row).
 SCHEMAS: dict[str, tuple[type[BaseModel], Any]] = {
+    "collapse": (CollapseSummary, CollapsePoint),
+    "leak": (LeakSummary, LeakRow),
     "train": (TrainSummary, Annotated[EvalRow | GateRow | AmpGateRow, Field(discriminator="kind")]),
 }
 
@@ -279,6 +472,22 @@ def headline(record: Record) -> str | None:
         losses = {name: arm["val_loss"] for name, arm in record.summary["arms"].items()}
         shown = [f"{name} {'none' if loss is None else format(loss, '.3f')}" for name, loss in losses.items()]
         return f"held-out nats per token: {', '.join(shown)}"
+    if record.verb == "leak":
+        at_one = [row["projection"] for row in record.rows if row["gain"] == row["beta_sign"] == 1]
+        known = [value for value in at_one if value is not None]
+        if known:
+            span = f"{min(known):+.3f} to {max(known):+.3f}"
+            return f"leak at gain 1: projection {span} over {len(at_one)} blocks"
+    if record.verb == "collapse":
+        found = record.summary
+        if found["slope"] is None:
+            return f"no slope: {found['slope_reason']}"
+        low, high = found["slope_low"], found["slope_high"]
+        span = "" if low is None else f" [{low:.3f}, {high:.3f}]"
+        return (
+            f"slope {found['slope']:.3f}{span} over {found['n_points']} blocks of {found['n_models']} "
+            f"models; gain_low times ratio {found['constant']:.2f} unit roundoffs"
+        )
     return None
 
 

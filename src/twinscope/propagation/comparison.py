@@ -65,8 +65,8 @@ def claims(config: TrainConfig, summary: dict[str, Any]) -> list[dict[str, str]]
                 f"{last['end']} and {seeds} {'seed' if seeds == 1 else 'seeds'}{fidelity}",
                 "measured",
                 "that this model, on this text and with these settings, trains so under both rules",
-                "other models, sizes, texts or longer training; an interval over seeds: the one shown is over "
-                "held-out batches with the seeds as they are",
+                "other models, sizes, texts or longer training; nor an interval over seeds, since the one "
+                "shown is over held-out batches with the seeds as they are",
             )
         )
     return found

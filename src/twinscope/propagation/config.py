@@ -16,7 +16,10 @@ from twinscope.text.datasets import DataSettings
 
 
 class TrainSettings(Section):
-    """Length, seeds and bookkeeping of a twin run; every interval is in optimizer steps."""
+    """Length, seeds and bookkeeping of a twin run; every interval is in optimizer steps.
+
+    ``minutes`` and ``memory_mib`` stop a run so that it can be resumed; a resumed run gets them anew.
+    """
 
     steps: int = Field(default=2000, ge=1)
     seeds: list[int] = Field(default=[0], min_length=1)

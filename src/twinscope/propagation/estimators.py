@@ -18,10 +18,13 @@ from twinscope.models.decoder import Decoder, check_decoder
 from twinscope.propagation.gain import gains
 from twinscope.propagation.phases import (
     Cost,
+    Displace,
     Free,
     Local,
     Problem,
+    Top,
     arithmetic,
+    displaced,
     force_sweep,
     free_phase,
     read_block,
@@ -112,7 +115,7 @@ def bp_gradient(
             logits = model.readout(z)
         loss = cost(logits.to(dtype), targets) / tokens.numel()
     found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
-    grads = _Accumulator(model)
+    grads = GradientSum(model)
     grads.add(named, found)
     return Gradient(loss.item(), grads.result(), Diagnostics("bp", 0, None, (), [], [], None))
 
@@ -138,36 +141,25 @@ def ep_gradient(
     Raises:
         ConfigError: the model is no decoder that an estimator can work on (see ``check_decoder``).
     """
-    _check(model, settings.precision)
-    problem = Problem(model, tokens, targets, cost, arithmetic(settings.precision, tokens.device))
     names = parameter_names(model)
-    grads = _Accumulator(model)
-    free = free_phase(problem)
-
+    grads = GradientSum(model)
     if settings.rounds == 0:
-        at_top = top(problem, free.states[-1], [p for _, p in names.outer])
-        grads.add(names.outer, at_top.grads)
-        below, _ = _fused_read(free.locals, at_top.adjoint, names, grads)
-        _embedding_read(free, below, names, grads)
-        diagnostics = Diagnostics("ep", 0, None, (), [], [], None)
-        return Gradient(at_top.cost.item() / problem.count, grads.result(), diagnostics)
+        return _undisplaced(_problem(model, tokens, targets, settings.precision, cost), names, grads)
 
-    layers = len(model.blocks)
-    at_top = top(problem, free.states[-1])
-    adjoints = force_sweep(free.locals, at_top.adjoint)
-    gain = gains(settings.gain, layers, seed, step)
+    start = begin(model, tokens, targets, settings.precision, cost)
+    gain = gains(settings.gain, len(model.blocks), seed, step)
     beta = settings.beta
     if beta is None:
-        beta = _beta_for_displacement(settings, free.states, adjoints, gain, problem.count)
+        beta = _beta_for_displacement(settings, unit_ratios(start), gain)
     signs = _signs(settings.nudge, seed, step)
-    phase = _Phase(problem, settings, names, diagnose)
     outcomes = []
     for sign in signs:
-        factors = [-g * sign * beta * problem.count for g in gain]
-        outcomes.append(phase.run(free, adjoints, factors, grads, keep_first=sign != signs[-1]))
-    _embedding_read(free, torch.stack([o.below for o in outcomes]).sum(0), names, grads)
+        factors = displacement_factors(start, gain, sign, beta)
+        keep = sign != signs[-1]
+        outcomes.append(nudged_phase(start, settings, factors, grads, diagnose=diagnose, keep_first=keep))
+    _embedding_read(start.free, torch.stack([o.below for o in outcomes]).sum(0), names, grads)
     return Gradient(
-        at_top.cost.item() / problem.count,
+        start.loss,
         grads.result(1.0 / len(signs)),
         Diagnostics(
             "ep",
@@ -182,55 +174,115 @@ def ep_gradient(
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class Start:
+    """What every nudged phase on one batch shares: it depends neither on the gain nor on the nudge."""
+
+    problem: Problem
+    names: ParameterNames
+    free: Free
+    loss: float  # nats per token, at the free states
+    adjoints: list[Tensor]  # a_1 … a_L of the first force sweep, each (B, T, C)
+
+
+def begin(
+    model: Decoder,
+    tokens: Tensor,
+    targets: Tensor,
+    precision: str = "fp32",
+    cost: Cost = summed_cross_entropy,
+) -> Start:
+    """Free phase and first forces of one batch, ``tokens`` and ``targets`` (B, T) int64.
+
+    Raises:
+        ConfigError: the model is no decoder that an estimator can work on (see ``check_decoder``).
+    """
+    problem = _problem(model, tokens, targets, precision, cost)
+    free = free_phase(problem)
+    at_top = top(problem, free.states[-1])
+    adjoints = force_sweep(free.locals, at_top.adjoint)
+    return Start(problem, parameter_names(model), free, at_top.cost.item() / problem.count, adjoints)
+
+
+def unit_ratios(start: Start) -> list[float]:
+    """``RMS(d_l) / RMS(z_l)`` of blocks 1 … L at beta 1: the displacement ratio that a nudge multiplies."""
+    return [start.problem.count * ratio for ratio in _ratios(start.adjoints, start.free.states[1:])]
+
+
+def displacement_factors(start: Start, gain: Sequence[float], sign: int, beta: float) -> list[float]:
+    """``-g_l * sign * beta * N`` of blocks 1 … L: what turns ``a_l`` into the displacement ``g_l d_l``."""
+    return [-g * sign * beta * start.problem.count for g in gain]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a nudged phase says besides gradients; ratios and residual only where it was to diagnose."""
+
     below: Tensor  # a_0 = J_1ᵀ a_1, (B, T, C)
     displacement_ratio: list[float]
     residual: float
 
 
-@dataclass(frozen=True)
-class _Phase:
-    """One nudged phase: everything that does not depend on the sign of the nudge."""
+def nudged_phase(
+    start: Start,
+    settings: EPSettings,
+    factors: Sequence[float],
+    grads: GradientSum,
+    *,
+    diagnose: bool = True,
+    keep_first: bool = False,
+    outer: bool = True,
+    displace: Displace = displaced,
+) -> Outcome:
+    """Rounds from ``start``, then the read into ``grads``; ``factors`` are :func:`displacement_factors`.
 
-    problem: Problem
-    settings: EPSettings
-    names: ParameterNames
-    diagnose: bool
-
-    def run(
-        self,
-        free: Free,
-        adjoints: list[Tensor],
-        factors: Sequence[float],
-        grads: _Accumulator,
-        keep_first: bool,
-    ) -> _Outcome:
-        """Rounds, then the read into ``grads``; ``factors`` turn ``a_l`` into ``g_l d_l``."""
-        settings, states, chain = self.settings, free.states, free.locals
-        for index in range(settings.rounds):
-            if index > 0:
-                refreshed = index % settings.top_refresh == 0
-                above = top(self.problem, states[-1]).adjoint if refreshed else adjoints[-1]
-                adjoints = force_sweep(chain, above)
-            states, chain = rebuild(self.problem, states, free.locals[0], factors, adjoints, settings.damping)
+    Takes rounds, damping, top refresh and read from ``settings``; its nudge and gain are in ``factors``.
+    ``keep_first`` leaves block 1's graph for another phase from the same start. Without ``outer`` the
+    readout's gradient is left out. The embedding's is never part of a phase: it is linear in ``below``.
+    """
+    problem, names = start.problem, start.names
+    states, chain, adjoints = start.free.states, start.free.locals, start.adjoints
+    for index in range(settings.rounds):
+        if index > 0:
+            refreshed = index % settings.top_refresh == 0
+            above = top(problem, states[-1]).adjoint if refreshed else adjoints[-1]
+            adjoints = force_sweep(chain, above)
+        first = start.free.locals[0]
+        states, chain = rebuild(problem, states, first, factors, adjoints, settings.damping, displace)
+    responses = [z - local.output.detach() for z, local in zip(states[1:], chain, strict=True)]
+    fresh: list[Tensor] = []
+    at_top: Top | None = None
+    if outer or diagnose or settings.fused:
         # The readout's gradient is taken at the displaced z_L, so its adjoint there comes at no cost.
-        outer = [p for _, p in self.names.outer]
-        at_top = top(self.problem, states[-1], outer)
-        grads.add(self.names.outer, at_top.grads)
-        responses = [z - local.output.detach() for z, local in zip(states[1:], chain, strict=True)]
-        if settings.fused:
-            below, fresh = _fused_read(chain, at_top.adjoint, self.names, grads, keep_first)
-        else:
-            fresh = force_sweep(chain, at_top.adjoint, keep=True) if self.diagnose else []
-            if settings.read == "energy":
-                adjoints = [response / factor for response, factor in zip(responses, factors, strict=True)]
-            below = _unfused_read(chain, adjoints, self.names, grads, keep_first)
-        if not self.diagnose:
-            return _Outcome(below, [], 0.0)
-        return _Outcome(below, _ratios(responses, states[1:]), _residual(responses, fresh, factors))
+        at_top = top(problem, states[-1], [p for _, p in names.outer] if outer else [])
+        if outer:
+            grads.add(names.outer, at_top.grads)
+    if settings.fused:
+        assert at_top is not None
+        below, fresh = _fused_read(chain, at_top.adjoint, names, grads, keep_first)
+    else:
+        if diagnose:
+            assert at_top is not None
+            fresh = force_sweep(chain, at_top.adjoint, keep=True)
+        if settings.read == "energy":
+            adjoints = [response / factor for response, factor in zip(responses, factors, strict=True)]
+        below = _unfused_read(chain, adjoints, names, grads, keep_first)
+    if not diagnose:
+        return Outcome(below, [], 0.0)
+    return Outcome(below, _ratios(responses, states[1:]), _residual(responses, fresh, factors))
 
 
-class _Accumulator:
+def _undisplaced(problem: Problem, names: ParameterNames, grads: GradientSum) -> Gradient:
+    """The read at free states: backpropagation, by the phases' own code."""
+    free = free_phase(problem)
+    at_top = top(problem, free.states[-1], [p for _, p in names.outer])
+    grads.add(names.outer, at_top.grads)
+    below, _ = _fused_read(free.locals, at_top.adjoint, names, grads)
+    _embedding_read(free, below, names, grads)
+    diagnostics = Diagnostics("ep", 0, None, (), [], [], None)
+    return Gradient(at_top.cost.item() / problem.count, grads.result(), diagnostics)
+
+
+class GradientSum:
     """Gradients by parameter name; contributions to one parameter (tied weights, two phases) add."""
 
     def __init__(self, model: Decoder) -> None:
@@ -242,6 +294,10 @@ class _Accumulator:
             if grad is not None:
                 held = self._grads.get(name)
                 self._grads[name] = grad if held is None else held + grad
+
+    def found(self, name: str) -> Tensor | None:
+        """The gradient of one parameter, None where nothing reached it."""
+        return self._grads.get(name)
 
     def result(self, scale: float = 1.0) -> dict[str, Tensor]:
         """Every trainable parameter's gradient, in the model's order; zero where nothing reached it."""
@@ -259,7 +315,7 @@ def _fused_read(
     chain: Sequence[Local],
     above: Tensor,
     names: ParameterNames,
-    grads: _Accumulator,
+    grads: GradientSum,
     keep_first: bool = False,
 ) -> tuple[Tensor, list[Tensor]]:
     """Refresh the forces and read against them in one sweep; returns ``a_0`` and ``a_1 … a_L``."""
@@ -279,7 +335,7 @@ def _unfused_read(
     chain: Sequence[Local],
     adjoints: Sequence[Tensor],
     names: ParameterNames,
-    grads: _Accumulator,
+    grads: GradientSum,
     keep_first: bool,
 ) -> Tensor:
     """Read every block against the given adjoints; returns ``a_0``, which only block 1 has to give."""
@@ -295,7 +351,7 @@ def _unfused_read(
     return below
 
 
-def _embedding_read(free: Free, adjoint: Tensor, names: ParameterNames, grads: _Accumulator) -> None:
+def _embedding_read(free: Free, adjoint: Tensor, names: ParameterNames, grads: GradientSum) -> None:
     """Gradients of the embedding's parameters against ``a_0``."""
     outer = [p for _, p in names.outer]
     if outer and free.embedded.requires_grad:
@@ -303,13 +359,10 @@ def _embedding_read(free: Free, adjoint: Tensor, names: ParameterNames, grads: _
         grads.add(names.outer, torch.autograd.grad(free.embedded, outer, cotangent, allow_unused=True))
 
 
-def _beta_for_displacement(
-    settings: EPSettings, states: Sequence[Tensor], adjoints: Sequence[Tensor], gain: Sequence[float], n: int
-) -> float:
+def _beta_for_displacement(settings: EPSettings, unit: Sequence[float], gain: Sequence[float]) -> float:
     """The beta at which the largest ``g_l RMS(d_l) / RMS(z_l)`` equals the displacement asked for."""
     assert settings.displacement is not None
-    unit = _ratios(adjoints, states[1:])
-    largest = max(g * n * ratio for g, ratio in zip(gain, unit, strict=True))
+    largest = max(g * ratio for g, ratio in zip(gain, unit, strict=True))
     return settings.displacement / largest if largest else 0.0
 
 
@@ -334,6 +387,11 @@ def _residual(responses: Sequence[Tensor], fresh: Sequence[Tensor], factors: Seq
     off = [torch.sub(response, a, alpha=f) for response, a, f in zip(responses, fresh, factors, strict=True)]
     ratios = _norms(off) / _norms(fresh)
     return (ratios / ratios.new_tensor(factors).abs()).max().item()
+
+
+def _problem(model: Decoder, tokens: Tensor, targets: Tensor, precision: str, cost: Cost) -> Problem:
+    _check(model, precision)
+    return Problem(model, tokens, targets, cost, arithmetic(precision, tokens.device))
 
 
 def _check(model: Decoder, precision: str) -> None:

@@ -32,9 +32,9 @@ NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_ITERATIONS = 5
 #: A matrix of a smaller Frobenius norm is divided by this instead, so that zero stays zero.
 _SMALLEST_NORM = 1e-7
-#: Matrices of one shape are iterated together up to this many elements: small ones are too little work
-#: for several threads one at a time, and a batch that outgrows the cache is slower again.
-_BATCH_ELEMENTS = 2**19
+#: Matrices of one shape are iterated together, at least two and up to this many elements: one small matrix
+#: is too little work for several threads, and a batch that outgrows the cache is slower again.
+_BATCH_ELEMENTS = 2**18
 
 
 def build_optimizer(model: Decoder, settings: OptimizerSettings, horizon: int) -> Optimizer:
@@ -74,21 +74,11 @@ def orthogonalize(matrices: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         A tensor of the same shape and dtype; its singular values lie near 1, those of a matrix that is
         nearly singular below.
     """
-    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     wide = matrices.shape[-2] < matrices.shape[-1]
-    x = (matrices.mT if wide else matrices).reshape(-1, *sorted(matrices.shape[-2:], reverse=True))
-    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True)
-    x = (x / norm.clamp(min=_SMALLEST_NORM)).to(dtype or newton_schulz_dtype(matrices)).contiguous()
-    next_x = torch.empty_like(x)  # (k, n, m)
-    gram = x.new_empty(x.shape[0], x.shape[2], x.shape[2])  # (k, m, m)
-    polynomial = torch.empty_like(gram)
-    for _ in range(NEWTON_SCHULZ_ITERATIONS):
-        torch.bmm(x.mT, x, out=gram)
-        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        torch.baddbmm(x, x, polynomial, beta=a, out=next_x)
-        x, next_x = next_x, x
-    x = x.to(matrices.dtype)
-    return (x.mT if wide else x).reshape(matrices.shape)
+    tall = matrices.mT if wide else matrices
+    batch = tall.reshape(-1, *tall.shape[-2:]).clone(memory_format=torch.contiguous_format)
+    result = _orthogonalize_batch(batch, dtype or newton_schulz_dtype(matrices)).reshape(tall.shape)
+    return result.mT if wide else result
 
 
 def newton_schulz_dtype(matrix: Tensor) -> torch.dtype:
@@ -110,6 +100,22 @@ def newton_schulz_flops(rows: int, columns: int) -> int:
     """
     m, n = sorted((rows, columns))
     return NEWTON_SCHULZ_ITERATIONS * (4 * n * m**2 + 2 * m**3)
+
+
+def _orthogonalize_batch(batch: Tensor, dtype: torch.dtype) -> Tensor:
+    """:func:`orthogonalize` of contiguous tall matrices ``(k, n, m)``, whose memory is used up."""
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    norm = torch.linalg.vector_norm(batch, dim=(1, 2), keepdim=True)
+    x = batch.div_(norm.clamp_(min=_SMALLEST_NORM)).to(dtype)
+    next_x = torch.empty_like(x)  # (k, n, m)
+    gram = x.new_empty(x.shape[0], x.shape[2], x.shape[2])  # (k, m, m)
+    polynomial = torch.empty_like(gram)
+    for _ in range(NEWTON_SCHULZ_ITERATIONS):
+        torch.bmm(x.mT, x, out=gram)
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        torch.baddbmm(x, x, polynomial, beta=a, out=next_x)
+        x, next_x = next_x, x
+    return x.to(batch.dtype)
 
 
 class Optimizer:
@@ -162,22 +168,23 @@ class Optimizer:
             clipping.
 
         Raises:
-            ValueError: a parameter has no gradient, or a gradient no parameter.
+            ValueError: a parameter has no gradient, a gradient no parameter, or their shapes differ.
         """
-        if strange := grads.keys() ^ {*self._matrices, *self._others}:
+        shapes = {name: p.shape for name, p in (self._matrices | self._others).items()}
+        found = {name: grad.shape for name, grad in grads.items()}
+        if strange := {name for name, _ in shapes.items() ^ found.items()}:
             raise ValueError(f"gradients and parameters differ in {_some(sorted(strange))}")
         norm = float(nn.utils.get_total_norm(grads.values()))
         clip = self.settings.clip
-        if clip is not None and norm > clip:
-            grads = {name: grad * (clip / norm) for name, grad in grads.items()}
+        scale = clip / norm if clip is not None and norm > clip else 1.0
         fraction = _scheduled_fraction(self.settings, self.horizon, index)
         rate = self.settings.lr * fraction
         adamw_rate = rate
         if self.settings.kind == "muon":
             adamw_rate = (self.settings.adamw_lr or DEFAULT_ADAMW_LR) * fraction
         for names in self._batches:
-            self._muon_step(names, grads, rate)
-        self._adamw_step(grads, adamw_rate)
+            self._muon_step(names, grads, scale, rate)
+        self._adamw_step(grads, scale, adamw_rate)
         return {"lr": rate, "grad_norm": norm}
 
     def state(self) -> dict[str, Tensor]:
@@ -212,33 +219,33 @@ class Optimizer:
             state |= {f"adamw.{key}.{name}": tensor for key, tensor in self._adamw.state[p].items()}
         return state
 
-    def _muon_step(self, names: list[str], grads: Mapping[str, Tensor], rate: float) -> None:
+    def _muon_step(self, names: list[str], grads: Mapping[str, Tensor], scale: float, rate: float) -> None:
         """Momentum, Nesterov, decay and step in the conventions of ``torch.optim.Muon`` ("original" rate)."""
         momentum = self.settings.momentum
-        directions = []
-        for name in names:
-            moving = self._momentum[name].lerp_(grads[name], 1 - momentum)
-            directions.append(_tall(grads[name].lerp(moving, momentum)))
-        updates = orthogonalize(torch.stack(directions))
+        first = _tall(self._matrices[names[0]])
+        directions = first.new_empty(len(names), *first.shape)
+        # One matrix through all of its elementwise work at a time: it stays in the cache.
+        for name, direction in zip(names, directions, strict=True):
+            grad = grads[name] * scale
+            moving = self._momentum[name].lerp_(grad, 1 - momentum)
+            torch.lerp(grad, moving, momentum, out=_laid_as(direction, grad))
+        updates = _orthogonalize_batch(directions, newton_schulz_dtype(directions))
         for name, update in zip(names, updates, strict=True):
             p = self._matrices[name]
             rows, columns = p.shape
             p.mul_(1 - rate * self.settings.weight_decay)
             # The factor gives the outputs of a tall matrix the RMS change that those of a square one get.
-            p.add_(update if rows >= columns else update.mT, alpha=-rate * math.sqrt(max(1, rows / columns)))
+            p.add_(_laid_as(update, p), alpha=-rate * math.sqrt(max(1, rows / columns)))
 
-    def _adamw_step(self, grads: Mapping[str, Tensor], rate: float) -> None:
+    def _adamw_step(self, grads: Mapping[str, Tensor], scale: float, rate: float) -> None:
         for group in self._adamw.param_groups:
             group["lr"] = rate
-        try:
-            for name, p in self._others.items():
-                grad = grads[name]
-                # The fused kernel walks both in memory order, so they must be laid out alike.
-                p.grad = grad if grad.stride() == p.stride() else torch.empty_like(p).copy_(grad)
-            self._adamw.step()
-        finally:
-            for p in self._others.values():
-                p.grad = None
+        for name, p in self._others.items():
+            # The fused kernel walks both in memory order, so they must be laid out alike.
+            p.grad = torch.empty_like(p).copy_(grads[name]).mul_(scale)
+        self._adamw.step()
+        for p in self._others.values():
+            p.grad = None
 
 
 def _scheduled_fraction(settings: OptimizerSettings, horizon: int, index: int) -> float:
@@ -256,13 +263,17 @@ def _batches_of_one_shape(matrices: Mapping[str, Tensor]) -> list[list[str]]:
         by_shape.setdefault(_tall(matrix).shape, []).append(name)
     batches = []
     for shape, names in by_shape.items():
-        size = max(1, _BATCH_ELEMENTS // shape.numel())
+        size = max(2, _BATCH_ELEMENTS // shape.numel())
         batches += [names[start : start + size] for start in range(0, len(names), size)]
     return batches
 
 
 def _tall(matrix: Tensor) -> Tensor:
     return matrix.mT if matrix.shape[0] < matrix.shape[1] else matrix
+
+
+def _laid_as(tall: Tensor, matrix: Tensor) -> Tensor:
+    return tall.mT if matrix.shape[0] < matrix.shape[1] else tall
 
 
 def _some(names: Sequence[str], limit: int = 4) -> str:

@@ -134,6 +134,15 @@ def force_sweep(chain: Sequence[Local], top_adjoint: Tensor, *, keep: bool = Fal
     return adjoints
 
 
+#: For a block's index (from 0), moves ``o_l`` by ``factor * a_l``, both (B, T, C).
+Displace = Callable[[int, Tensor, Tensor, float], Tensor]
+
+
+def displaced(index: int, output: Tensor, adjoint: Tensor, factor: float) -> Tensor:
+    """``o_l + factor * a_l``, rounded to the states' dtype: the step in which absorption happens."""
+    return torch.add(output, adjoint, alpha=factor)
+
+
 def rebuild(
     problem: Problem,
     states: Sequence[Tensor],
@@ -141,18 +150,20 @@ def rebuild(
     factors: Sequence[float],
     adjoints: Sequence[Tensor],
     damping: float,
+    displace: Displace = displaced,
 ) -> tuple[list[Tensor], list[Local]]:
     """One round, bottom up: ``z_l <- (1 - eta) z_l + eta (f_l(z_{l-1}) + g_l d_l)``.
 
     ``factors[l-1] = -g_l beta N`` turns ``a_l`` into ``g_l d_l``. Block 1 is not run again: its input is
-    clamped, so ``first`` already holds ``f_1(z_0)``. Returns the states z_0 … z_L and the graphs of
+    clamped, so ``first`` already holds ``f_1(z_0)``. ``displace`` can be replaced by one with a known
+    defect, to see whether an instrument finds it. Returns the states z_0 … z_L and the graphs of
     blocks 1 … L at them.
     """
     fresh = [states[0]]
     chain: list[Local] = []
     for index, (factor, adjoint) in enumerate(zip(factors, adjoints, strict=True)):
         local = first if index == 0 else run_block(problem, index, fresh[-1])
-        target = torch.add(local.output.detach(), adjoint, alpha=factor)
+        target = displace(index, local.output.detach(), adjoint, factor)
         fresh.append(target if damping == 1 else torch.lerp(states[index + 1], target, damping))
         chain.append(local)
     return fresh, chain

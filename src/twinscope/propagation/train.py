@@ -18,12 +18,12 @@ from twinscope.lab.outcome import Findings, carry_out
 from twinscope.lab.progress import Progress
 from twinscope.lab.provenance import collect
 from twinscope.lab.run import Run, cache_root, list_runs
-from twinscope.models.source import Initial, open_model
+from twinscope.models.source import Initial, ModelSettings, open_model
 from twinscope.propagation.comparison import claims, summarize
 from twinscope.propagation.config import ArmSettings, TrainConfig
 from twinscope.propagation.twin import train_arms
 from twinscope.text.batches import heldout_positions, target_positions
-from twinscope.text.datasets import Dataset, open_dataset
+from twinscope.text.datasets import Dataset, DataSettings, open_dataset
 from twinscope.text.ngrams import ngram_losses
 
 
@@ -45,7 +45,8 @@ def prepare(config: TrainConfig, quiet: bool = False) -> Prepared:
         ConfigError, DataError: the configuration, the text or the checkpoint cannot be used.
     """
     config = _resolved(config)
-    _set_numerics(config)
+    assert config.train.threads is not None
+    set_numerics(config.train.device, config.train.threads, "train.device")
     data = open_dataset(config.data)
     if config.base is not None:
         source = base_checkpoint(config, data, quiet)
@@ -61,7 +62,7 @@ def create_run(prepared: Prepared, root: Path) -> Run:
         seeds=settings.seeds,
         data={**prepared.data.hashes, "description": prepared.data.description},
         compute={
-            "device": _device_name(settings.device),
+            "device": device_name(settings.device),
             "threads": settings.threads,
             "precision": settings.precision,
             "deterministic": True,
@@ -80,7 +81,7 @@ def train(prepared: Prepared, run: Run, quiet: bool = False) -> dict[str, object
     config, data = prepared.config, prepared.data
 
     def work() -> Findings:
-        _same_data(run, data)
+        require_same_data(run, data)
         context = prepared.initial.config.context
         with Progress(config.name, quiet) as progress:
             train_arms(config, run, data, prepared.initial, progress)
@@ -152,50 +153,51 @@ def base_checkpoint(config: TrainConfig, data: Dataset, quiet: bool) -> Path:
     return run.path
 
 
-def _resolved(config: TrainConfig) -> TrainConfig:
-    """Fix what would depend on the machine or folder of a later resume: threads and relative paths."""
-    threads = config.train.threads or torch.get_num_threads()
-    data = config.data.model_dump()
+def resolved_data(settings: DataSettings) -> DataSettings:
+    """The table with absolute paths, so that a resume from another folder reads the same files."""
+    data = settings.model_dump(exclude_unset=True)
     for key, words in (("corpus", {"sotu"}), ("tokenizer", {"char"}), ("heldout", set())):
-        value = data[key]
+        value = data.get(key)
         if value is not None and value not in words and not value.startswith("bpe:"):
             data[key] = str(Path(value).expanduser().absolute())
-    model = config.model
-    if model.source is not None:
-        place, at, step = model.source.removeprefix("run:").partition("@")
-        source = f"run:{Path(place).expanduser().absolute()}{at}{step}"
-        model = model.model_copy(update={"source": source})
-    return config.model_copy(
-        update={
-            "train": config.train.model_copy(update={"threads": threads}),
-            "data": type(config.data).model_validate(data),
-            "model": model,
-            "ep": config.ep.model_copy(update={"precision": config.train.precision}),
-        }
-    )
+    return DataSettings.model_validate(data)
 
 
-def _set_numerics(config: TrainConfig) -> None:
-    """What holds for the whole process: threads, deterministic kernels, no TF32."""
-    device = config.train.device
+def resolved_model(settings: ModelSettings) -> ModelSettings:
+    """The table with an absolute path where its source is one."""
+    source = settings.source
+    if source is None or source == "smollm2":
+        return settings
+    prefix = "run:" if settings.of_a_run else ""
+    place, at, step = source.removeprefix("run:").partition("@") if prefix else (source, "", "")
+    return settings.model_copy(update={"source": f"{prefix}{Path(place).expanduser().absolute()}{at}{step}"})
+
+
+def set_numerics(device: str, threads: int, key: str) -> None:
+    """What holds for the whole process: threads, deterministic kernels, no TF32.
+
+    Raises:
+        ConfigError: the device cannot be used here; ``key`` is the configuration's name for it.
+    """
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"train.device = '{device}' cannot be used here: {reason}") from None
-    assert config.train.threads is not None
-    torch.set_num_threads(config.train.threads)
+        raise ConfigError(f"{key} = '{device}' cannot be used here: {reason}") from None
+    torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
 
 
-def _device_name(device: str) -> str:
+def device_name(device: str) -> str:
+    """The device with the name of its model."""
     chosen = torch.device(device)
     return f"{device} ({torch.cuda.get_device_name(chosen)})" if chosen.type == "cuda" else device
 
 
-def _same_data(run: Run, data: Dataset) -> None:
+def require_same_data(run: Run, data: Dataset) -> None:
+    """Raise DataError if the text or tokenizer is not the one that ``run`` began with."""
     then = run.provenance.get("data", {})
     changed = [name for name, digest in data.hashes.items() if then.get(name, digest) != digest]
     if changed:
@@ -203,3 +205,16 @@ def _same_data(run: Run, data: Dataset) -> None:
             f"the {' and '.join(changed)} data changed since {run.path.name} began: "
             "bring the old files back, or start a fresh run"
         )
+
+
+def _resolved(config: TrainConfig) -> TrainConfig:
+    """Fix what would depend on the machine or folder of a later resume: threads and relative paths."""
+    threads = config.train.threads or torch.get_num_threads()
+    return config.model_copy(
+        update={
+            "train": config.train.model_copy(update={"threads": threads}),
+            "data": resolved_data(config.data),
+            "model": resolved_model(config.model),
+            "ep": config.ep.model_copy(update={"precision": config.train.precision}),
+        }
+    )

@@ -3,8 +3,9 @@
 The loop does not know which rule an arm follows. Covers stepping, evaluation, gates, checkpoints and exact
 resume; the summary is made in comparison.py, the configuration is in config.py.
 
-Order within a step index, which resume relies on: checkpoint, evaluation, gate, then the step itself. A
-resumed run repeats what its last checkpoint had before it, and the journal refuses a row that differs.
+Order within a step index, which resume relies on: stop or checkpoint, evaluation, gate, then the step
+itself. So a checkpoint always holds the state before the evaluation of its step; a resumed run repeats that
+evaluation, and the journal refuses a row that differs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from twinscope.models.checkpoints import find_checkpoints, prune, read_manifest,
 from twinscope.models.decoder import Decoder, forward
 from twinscope.models.gpt import GPT
 from twinscope.models.source import Initial
-from twinscope.models.weights import load_into
+from twinscope.models.weights import load_into, model_tensors
 from twinscope.propagation.config import ArmSettings, TrainConfig
 from twinscope.propagation.estimators import Gradient, bp_gradient, ep_gradient
 from twinscope.propagation.gates import amp_gate, fidelity_gate, is_finite, require
@@ -102,17 +103,13 @@ def train_arms(config: TrainConfig, run: Run, data: Dataset, initial: Initial, p
         DataError: a checkpoint is damaged, or the text does not fit the context.
     """
     settings = config.train
-    spent = float(run.provenance.get("spent_s", 0.0))
     seconds = None if settings.minutes is None else 60.0 * settings.minutes
-    budget = Budget(process_mib=settings.memory_mib, seconds=seconds, spent=spent)
+    budget = Budget(process_mib=settings.memory_mib, seconds=seconds)
     context, device = initial.config.context, torch.device(settings.device)
     heldout = heldout_batches(data.heldout, context, config.data.batch, settings.eval_batches)
     held = [_to_device(batch, device) for batch in heldout]
-    try:
-        for position, seed in enumerate(settings.seeds):
-            _Seed(config, run, data, initial, device, held, seed).train(budget, progress, position)
-    finally:
-        run.update_provenance({"spent_s": budget.elapsed()})
+    for position, seed in enumerate(settings.seeds):
+        _Seed(config, run, data, initial, device, held, seed).train(budget, progress, position)
 
 
 class _Seed:
@@ -140,6 +137,7 @@ class _Seed:
             self._require_amp()
         for step in range(self.start, settings.steps + 1):
             last = step == settings.steps
+            self._stop_if_asked(step, budget)
             if step > self.start and (last or step % settings.checkpoint_every == 0):
                 self._save(step)
             if last or step % settings.eval_every == 0:
@@ -149,7 +147,6 @@ class _Seed:
             progress.update(position * settings.steps + step, total, self._status(step))
             if last:
                 break
-            self._stop_if_asked(step, budget)
             tokens, targets = self._batch(step)
             for arm in self.arms:
                 arm.advance(tokens, targets, self.seed, step)
@@ -254,7 +251,8 @@ class _Seed:
             if self.run.stop_requested:
                 raise Stopped(f"stopped by {self.run.stop_requested} at step {step} of seed {self.seed}")
         except Stopped:
-            self._save(step)
+            if step > self.start:
+                self._save(step)
             raise
 
     def _save(self, step: int) -> None:
@@ -269,7 +267,7 @@ class _Seed:
                 f"{arm.name}.{part}": tensors
                 for arm in self.arms
                 for part, tensors in (
-                    ("weights", dict(arm.model.named_parameters())),
+                    ("weights", model_tensors(arm.model)),
                     ("optimizer", arm.optimizer.state()),
                 )
             },

@@ -1,6 +1,6 @@
 """How a plot becomes SVG, PNG and CSV: palette, one-panel and composite figures, end-of-line labels.
 
-Covers the mechanics only; what is drawn from a record is in figures.py. Drawing goes through
+Covers the mechanics only; what is drawn from a record is in the figures of its verb. Drawing goes through
 matplotlib's object interface. Its settings are global to the process, so every drawing holds one
 lock and restores them: calls from several threads are safe with each other.
 """
@@ -31,6 +31,8 @@ from matplotlib.font_manager import FontProperties, findfont, get_font
 # screen puts panels side by side. One SVG unit is one CSS pixel at that size.
 PANEL_WIDTH = 400
 PANEL_HEIGHT = 268
+# Of small multiples: three stand side by side, and a phone shows them a little larger.
+SMALL_PANEL = (292, 212)
 FONT_SIZE = 11
 # Around the axes; on the right, the labels of the lines need what they need.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 28, 40
@@ -109,7 +111,8 @@ class Panel:
 class Plot:
     """One figure of the report: panels, how to read it, its content in words, and its data.
 
-    ``variables`` maps colours used beyond the palette to names of CSS variables.
+    ``variables`` maps colours used beyond the palette to names of CSS variables; ``size`` is that of a
+    panel.
     """
 
     name: str
@@ -119,6 +122,7 @@ class Plot:
     columns: tuple[str, ...]
     rows: tuple[tuple[object, ...], ...]
     variables: Mapping[str, str] = field(default_factory=dict)
+    size: tuple[int, int] = (PANEL_WIDTH, PANEL_HEIGHT)
 
     @property
     def words(self) -> str:
@@ -132,7 +136,7 @@ def panel_svg(plot: Plot, index: int, prefix: str) -> str:
     Every id starts with ``prefix``, so that many panels live in one document.
     """
     panel = plot.panels[index]
-    text, _ = _drawn([panel], columns=1)
+    text, _ = _drawn([panel], 1, plot.size)
     text = text[text.index("<svg") :]
     # The style sheet inside would apply to the whole page; page.css has the same two rules.
     text = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>", "", text, count=1, flags=re.DOTALL)
@@ -148,7 +152,7 @@ def panel_svg(plot: Plot, index: int, prefix: str) -> str:
     )
     opening = (
         f'<svg class="plot" role="img" aria-labelledby="{prefix}-title {prefix}-words" '
-        f'viewBox="0 0 {PANEL_WIDTH} {PANEL_HEIGHT}" xmlns="http://www.w3.org/2000/svg" '
+        f'viewBox="0 0 {plot.size[0]} {plot.size[1]}" xmlns="http://www.w3.org/2000/svg" '
         f'xmlns:xlink="http://www.w3.org/1999/xlink">'
         f'<title id="{prefix}-title">{escape(f"{plot.title}: {panel.title}")}</title>'
         f'<desc id="{prefix}-words">{escape(panel.words)}</desc>'
@@ -161,12 +165,12 @@ def plot_files(plot: Plot) -> dict[str, bytes]:
 
     The same plot gives the same bytes, whatever the date and the settings of the user's matplotlib.
     """
-    columns = min(2, len(plot.panels))
+    columns = min(3 if plot.size == SMALL_PANEL else 2, len(plot.panels))
     table = io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
     writer.writerow(plot.columns)
     writer.writerows([("" if value is None else value) for value in row] for row in plot.rows)
-    svg, png = _drawn(plot.panels, columns, png=True)
+    svg, png = _drawn(plot.panels, columns, plot.size, png=True)
     return {
         f"{plot.name}.svg": svg.encode(),
         f"{plot.name}.png": png,
@@ -210,7 +214,7 @@ class EndLabel:
 
 
 def end_labels(axes: Axes, labels: Sequence[EndLabel]) -> None:
-    """Write labels right of the axes, moved apart where they would touch."""
+    """Write labels right of the axes of a panel of the usual height, moved apart where they would touch."""
     to_axes = axes.transScale + axes.transLimits
     heights = {label: float(to_axes.transform((0.0, label.y))[1]) for label in labels}
     ordered = sorted(labels, key=lambda label: heights[label])
@@ -263,9 +267,10 @@ def _matplotlib_settings() -> Iterator[None]:
         yield
 
 
-def _compose(panels: Sequence[Panel], columns: int) -> Figure:
+def _compose(panels: Sequence[Panel], columns: int, size: tuple[int, int]) -> Figure:
     lines = ceil(len(panels) / columns)
-    width, height = columns * PANEL_WIDTH, lines * PANEL_HEIGHT
+    panel_width, panel_height = size
+    width, height = columns * panel_width, lines * panel_height
     figure = Figure(figsize=(width / 72, height / 72))
     for index, panel in enumerate(panels):
         axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
@@ -273,12 +278,12 @@ def _compose(panels: Sequence[Panel], columns: int) -> Figure:
         panel.draw(axes)
         # Margins by measure rather than by a layout engine, which draws everything twice.
         labels = [text for text in axes.texts if text.get_position()[0] > 1]
-        inner = PANEL_WIDTH - _LEFT - _RIGHT
+        inner = panel_width - _LEFT - _RIGHT
         inner -= max((_text_width(text.get_text()) + 0.05 * inner for text in labels), default=0.0)
         line, column = divmod(index, columns)
-        bottom = (lines - line - 1) * PANEL_HEIGHT + _BOTTOM
-        inner_height = PANEL_HEIGHT - _TOP - _BOTTOM
-        left = column * PANEL_WIDTH + _LEFT
+        bottom = (lines - line - 1) * panel_height + _BOTTOM
+        inner_height = panel_height - _TOP - _BOTTOM
+        left = column * panel_width + _LEFT
         axes.set_position((left / width, bottom / height, inner / width, inner_height / height))
         axes.yaxis.set_label_coords(-(_LEFT - 15) / inner, 0.5)
         axes.xaxis.set_label_coords(0.5, -22 / inner_height)
@@ -293,9 +298,11 @@ def _text_width(text: str) -> float:
     return font.get_width_height()[0] / 64
 
 
-def _drawn(panels: Sequence[Panel], columns: int, png: bool = False) -> tuple[str, bytes]:
+def _drawn(
+    panels: Sequence[Panel], columns: int, size: tuple[int, int], png: bool = False
+) -> tuple[str, bytes]:
     with _matplotlib_settings():
-        figure = _compose(panels, columns)
+        figure = _compose(panels, columns, size)
         vector, raster = io.BytesIO(), io.BytesIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         FigureCanvasSVG(figure).print_svg(vector, metadata=nothing)

@@ -7,7 +7,7 @@ every string of a record is escaped.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -17,12 +17,72 @@ from markupsafe import Markup
 
 from twinscope.lab.durable import write_atomic, writing
 from twinscope.lab.errors import ConfigError
-from twinscope.report import tables
-from twinscope.report.drawing import PALETTE, Plot, block_colours, panel_svg, plot_files
-from twinscope.report.figures import figures
-from twinscope.report.findings import count, outcome, warnings
+from twinscope.report import (
+    collapse_figures,
+    collapse_findings,
+    collapse_tables,
+    leak_figures,
+    leak_findings,
+    leak_tables,
+    train_figures,
+    train_findings,
+    train_tables,
+)
+from twinscope.report.drawing import PALETTE, SMALL_PANEL, Plot, block_colours, panel_svg, plot_files
 from twinscope.report.reading import RunData, read_run
-from twinscope.report.tables import Table
+from twinscope.report.tables import Table, provenance
+
+
+@dataclass(frozen=True)
+class Content:
+    """What the runs of one verb show; ``noun`` is what several of them are called."""
+
+    noun: str
+    outcome: Callable[[RunData], str]
+    warnings: Callable[[RunData], list[str]]
+    facts: Callable[[RunData], list[str]]
+    figures: Callable[[RunData], list[Plot]]
+    tables: Callable[[RunData], list[Table]]
+    comparison: Callable[[Mapping[str, RunData]], Table]
+    label: Callable[[RunData], str] = lambda run: ""  # what must be seen beside the name
+    remarks: Callable[[RunData], list[str]] = lambda run: []  # how far the instrument can be trusted
+    snippet: Callable[[RunData], str] = lambda run: ""  # settings to copy
+
+
+CONTENT = {
+    "train": Content(
+        noun="training runs",
+        outcome=train_findings.outcome,
+        warnings=train_findings.warnings,
+        facts=train_findings.facts,
+        figures=train_figures.figures,
+        tables=train_tables.tables,
+        comparison=train_tables.comparison,
+    ),
+    "leak": Content(
+        noun="leak spectra",
+        outcome=leak_findings.outcome,
+        label=leak_findings.label,
+        remarks=leak_findings.remarks,
+        snippet=leak_findings.snippet,
+        warnings=leak_findings.warnings,
+        facts=leak_findings.facts,
+        figures=leak_figures.figures,
+        tables=leak_tables.tables,
+        comparison=leak_tables.comparison,
+    ),
+    "collapse": Content(
+        noun="collapses",
+        outcome=collapse_findings.outcome,
+        remarks=collapse_findings.remarks,
+        warnings=collapse_findings.warnings,
+        facts=collapse_findings.facts,
+        figures=collapse_figures.figures,
+        tables=collapse_tables.tables,
+        comparison=collapse_tables.comparison,
+        label=collapse_findings.label,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +93,7 @@ class FigureView:
     reading: str
     words: tuple[str, ...]
     panels: tuple[Markup, ...]
+    layout: str
 
 
 @dataclass(frozen=True)
@@ -43,32 +104,39 @@ class RunView:
     name: str
     run: RunData
     outcome: str
+    label: str
+    remarks: list[str]
     facts: str
     warnings: list[str]
     figures: list[FigureView]
     files_note: str
     tables: list[Table]
+    snippet: str
     provenance: Table
 
 
 def render(paths: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the report of one or more ``train`` runs; return the absolute path of the page.
+    """Write the report of one or more runs of any of :data:`CONTENT`; return the absolute path of the page.
 
     ``out`` is ``report.html`` in the first run's directory unless given. The figures of each run go to
     its ``figures`` folder as SVG, PNG and CSV; a run in a place that cannot be written keeps its page,
     which says so. Equal runs give equal bytes.
 
     Raises:
-        ConfigError: no paths, no run at a path, a run of another verb, or ``out`` cannot be written.
+        ConfigError: no paths, no run at a path, a verb that is not shown, or ``out`` cannot be written.
         DataError: a record, config, provenance or journal is damaged.
         Stopped: no space is left.
     """
     if not paths:
         raise ConfigError("a report needs at least one run directory: `twinscope runs` lists them")
     runs = [read_run(path) for path in dict.fromkeys(Path(path).absolute() for path in paths)]
+    for run in runs:
+        if run.verb not in CONTENT:
+            known = ", ".join(f"'{verb}'" for verb in CONTENT)
+            raise ConfigError(f"{run.path} is a '{run.verb}' run: the report shows {known} runs")
     out = Path(out).absolute() if out is not None else runs[0].path / "report.html"
     names = _distinct_names(runs)
-    drawn = [figures(run) for run in runs]
+    drawn = [CONTENT[run.verb].figures(run) for run in runs]
     views = [
         _run_view(run, name, plots, index)
         for index, (run, name, plots) in enumerate(zip(runs, names, drawn, strict=True), 1)
@@ -86,9 +154,9 @@ def render(paths: Sequence[Path], out: Path | None = None) -> Path:
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     page = environment.from_string(_resource("page.html.j2")).render(
-        title=_short(names[0], 80) if len(runs) == 1 else f"{len(runs)} training runs side by side",
+        title=_short(names[0], 80) if len(runs) == 1 else _title(runs),
         views=views,
-        comparison=tables.comparison(dict(zip(names, runs, strict=True))) if len(runs) > 1 else None,
+        comparisons=_comparisons(dict(zip(names, runs, strict=True))),
         style=Markup(_colours(depths) + _resource("page.css")),
         script=Markup(_resource("page.js")),
         short=_short,
@@ -99,14 +167,16 @@ def render(paths: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def _run_view(run: RunData, name: str, plots: Sequence[Plot], index: int) -> RunView:
-    found = [tables.arms(run), tables.windows(run), tables.gates(run), tables.amp_gates(run)]
+    content = CONTENT[run.verb]
     return RunView(
         anchor=f"run-{index}",
         name=name,
         run=run,
-        outcome=outcome(run),
-        facts=_facts(run),
-        warnings=warnings(run),
+        outcome=content.outcome(run),
+        label=content.label(run),
+        remarks=content.remarks(run),
+        facts=_facts(run, content),
+        warnings=content.warnings(run),
         figures=[
             FigureView(
                 title=plot.title,
@@ -116,12 +186,14 @@ def _run_view(run: RunData, name: str, plots: Sequence[Plot], index: int) -> Run
                     Markup(panel_svg(plot, number, f"r{index}-{plot.name}-{number + 1}"))
                     for number in range(len(plot.panels))
                 ),
+                layout=_layout(plot),
             )
             for plot in plots
         ],
         files_note=_save_figures(run, plots),
-        tables=[table for table in found if table is not None],
-        provenance=tables.provenance(run),
+        tables=content.tables(run),
+        snippet=content.snippet(run),
+        provenance=provenance(run),
     )
 
 
@@ -150,13 +222,26 @@ def _distinct_names(runs: Sequence[RunData]) -> list[str]:
     ]
 
 
-def _facts(run: RunData) -> str:
-    parts = [run.status]
-    if run.last_step is not None:
-        planned = f" of {count(run.planned_steps)}" if run.planned_steps and run.status != "complete" else ""
-        parts.append(f"{count(run.last_step)}{planned} steps")
-    if run.seeds:
-        parts.append(f"{len(run.seeds)} {'seed' if len(run.seeds) == 1 else 'seeds'}")
+def _title(runs: Sequence[RunData]) -> str:
+    verbs = {run.verb for run in runs}
+    noun = CONTENT[runs[0].verb].noun if len(verbs) == 1 else "runs"
+    return f"{len(runs)} {noun} side by side"
+
+
+def _comparisons(runs: Mapping[str, RunData]) -> list[Table]:
+    """A table for each verb of which there are several runs."""
+    alike = [{name: run for name, run in runs.items() if run.verb == verb} for verb in CONTENT]
+    return [CONTENT[next(iter(part.values())).verb].comparison(part) for part in alike if len(part) > 1]
+
+
+def _layout(plot: Plot) -> str:
+    if len(plot.panels) == 1:
+        return "single"
+    return "small" if plot.size == SMALL_PANEL else "several"
+
+
+def _facts(run: RunData, content: Content) -> str:
+    parts = [run.status, *(_short(part, 80) for part in content.facts(run))]
     device = run.provenance.get("compute")
     if isinstance(device, dict) and isinstance(device.get("device"), str):
         parts.append(_short(device["device"], 40))

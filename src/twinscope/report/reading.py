@@ -1,7 +1,7 @@
 """A run directory as plain values: its record, or, without a result, what its journal holds so far.
 
-Covers reading ``train`` runs only. Takes no lock and changes no file, so a report can be made of a run
-that is still going.
+Covers runs of every verb that the report shows. Takes no lock and changes no file, so a report can be
+made of a run that is still going.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class RunData:
-    """What the report knows about one ``train`` run.
+    """What the report knows about one run; the accessors are for those of the verb ``train``.
 
     ``status`` is ``complete | stopped | failed``, or without a result ``running | interrupted``; the
-    summary of the last two is empty, as that of a stopped or failed run may be. ``config`` is TOML text.
+    summary of the last two is empty, as that of a stopped or failed run may be. ``config`` is TOML text,
+    ``journaled`` the number of rows in the journal of a run without a result.
     """
 
     path: Path
+    verb: str
     name: str
     status: str
     reason: str | None
@@ -41,6 +43,7 @@ class RunData:
     summary: Mapping[str, Any]
     rows: tuple[Row, ...]
     claims: tuple[Mapping[str, str], ...]
+    journaled: int = 0
 
     def rows_of(self, kind: str, arm: str | None = None, seed: int | None = None) -> list[Row]:
         """Rows of a kind (``eval | gate | amp_gate``) by seed and step; of one arm or seed where given."""
@@ -54,8 +57,12 @@ class RunData:
 
     @property
     def arms(self) -> list[str]:
-        """Names of the arms: in the order of the summary, then of first appearance in the rows."""
-        return list(dict.fromkeys([*self.summary.get("arms", {}), *(row["arm"] for row in self.rows)]))
+        """Names of the arms: in the order of the summary, else of the config, then of first appearance."""
+        measured = {row["arm"] for row in self.rows}
+        planned = [arm for arm in self.rules if arm in measured]
+        return list(
+            dict.fromkeys([*self.summary.get("arms", {}), *planned, *(row["arm"] for row in self.rows)])
+        )
 
     @property
     def seeds(self) -> list[int]:
@@ -64,8 +71,20 @@ class RunData:
 
     @property
     def reference(self) -> str | None:
-        """The arm that the others are compared with: ``bp``, where there is one."""
-        return "bp" if "bp" in self.arms else None
+        """The arm that the others are compared with: the first that backpropagates, if any does."""
+        return next((arm for arm in self.arms if self.rules.get(arm) == "bp"), None)
+
+    @property
+    def rules(self) -> Mapping[str, str]:
+        """The rule of each arm, from the summary, else from the config; its default arms bear their rule."""
+        found = {"ep": "ep", "bp": "bp"}
+        tables = self.settings.get("arms")
+        if isinstance(tables, list):
+            parts = [part for part in tables if isinstance(part, Mapping)]
+            found = {str(part.get("name", "")): str(part.get("rule", "")) for part in parts}
+        return found | {
+            name: part["rule"] for name, part in self.summary.get("arms", {}).items() if "rule" in part
+        }
 
     @property
     def planned_steps(self) -> int | None:
@@ -142,10 +161,10 @@ class RunData:
 
 
 def read_run(path: Path) -> RunData:
-    """Read one ``train`` run directory.
+    """Read one run directory.
 
     Raises:
-        ConfigError: no run is there, or it is a run of another verb.
+        ConfigError: no run is there, or its verb is unknown.
         DataError: its record, config, provenance or journal is damaged.
     """
     path = Path(path).absolute()
@@ -156,14 +175,14 @@ def read_run(path: Path) -> RunData:
     if (path / "result.json").is_file() and info.status != "running":
         record = load_record(path)
         status: str = record.status
+        journaled = 0
     else:
-        record = _from_journal(path, info.verb or "train")
+        record, journaled = _from_journal(path, info.verb or "train")
         status = info.status
-    if record.verb != "train":
-        raise ConfigError(f"{path} is a '{record.verb}' run: the report shows 'train' runs")
     config, settings = _config(path, record)
     return RunData(
         path=path,
+        verb=record.verb,
         name=info.name,
         status=status,
         reason=record.reason if record.status == status else None,
@@ -173,10 +192,11 @@ def read_run(path: Path) -> RunData:
         summary=record.summary,
         rows=tuple(record.rows),
         claims=tuple(record.claims),
+        journaled=journaled,
     )
 
 
-def _from_journal(path: Path, verb: str) -> Record:
+def _from_journal(path: Path, verb: str) -> tuple[Record, int]:
     rows, _ = read_journal(path / "journal.jsonl")
     try:
         provenance = decode((path / "provenance.json").read_bytes())
@@ -184,8 +204,10 @@ def _from_journal(path: Path, verb: str) -> Record:
         provenance = {}
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path / 'provenance.json'}: {error}") from None
+    # Only in a journal of ``train`` are the rows those of the record.
+    shown = [row for row in rows if verb == "train" and row.get("kind") in ("eval", "gate", "amp_gate")]
     # Checked as the record of a stopped run, whose summary may lack anything.
-    return validate(
+    record = validate(
         {
             "schema": f"twinscope.{verb}/1",
             "status": "stopped",
@@ -193,10 +215,11 @@ def _from_journal(path: Path, verb: str) -> Record:
             "config": {},
             "provenance": provenance,
             "summary": {},
-            "rows": [row for row in rows if row.get("kind") in ("eval", "gate", "amp_gate")],
+            "rows": shown,
             "claims": [],
         }
     )
+    return record, len(rows)
 
 
 def _config(path: Path, record: Record) -> tuple[str, Mapping[str, Any]]:

@@ -10,8 +10,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from twinscope.report.drawing import Plot, plot_files
-from twinscope.report.figures import cosines, differences, figures, losses, states
 from twinscope.report.reading import read_run
+from twinscope.report.train_figures import cosines, differences, figures, losses, states
 
 
 def made(plot: Plot | None) -> Plot:

@@ -1,18 +1,19 @@
-"""How each kind of panel is drawn on its axes: lines, intervals, thresholds, ticks and labels.
+"""How each kind of panel of a training run is drawn on its axes.
 
-Covers ink only: which rows make a panel, and what it says in words, is in figures.py.
+Covers ink only: which rows make a panel, and what it says in words, is in train_figures.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import floor, log10
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
+from twinscope.report.axes import INK, MUTED, Line, log_ticks, note, short_power, threshold, ticks_between
 from twinscope.report.drawing import (
     FONT_SIZE,
     LINES,
@@ -23,47 +24,14 @@ from twinscope.report.drawing import (
     end_labels,
     short_label,
 )
-from twinscope.report.findings import (
-    LARGEST_RESIDUAL,
-    LEAST_DISPLACEMENT,
-    arm_label,
-    cosine,
-    count,
-    known,
-    number,
-    signed,
-    small,
-)
 from twinscope.report.reading import Row
+from twinscope.report.train_findings import LARGEST_RESIDUAL, LEAST_DISPLACEMENT, arm_label
+from twinscope.report.wording import cosine, count, known, number, signed
 
 #: Half-width of the band of the difference figure, nats per token: within it, the twins count as close.
 CLOSE = 0.015
 #: 1 − cosine below this is rounding, and has no place on a logarithmic axis.
 SMALLEST_GAP = 1e-9
-
-INK, _MUTED = PALETTE["ink"][0], PALETTE["muted"][0]
-
-
-@dataclass(frozen=True)
-class Line:
-    """How one series is told from the others: by colour, by dashes and by marker."""
-
-    colour: str
-    dashes: Any
-    marker: str
-
-    width: float = 1.6
-
-    def options(self, points: int) -> dict[str, Any]:
-        """Keyword arguments for a line of ``points`` points; at most about eight carry a marker."""
-        return {
-            "color": self.colour,
-            "linestyle": self.dashes,
-            "linewidth": self.width,
-            "marker": self.marker,
-            "markevery": max(1, points // 8),
-            "markeredgewidth": 0,
-        }
 
 
 def draw_losses(
@@ -76,8 +44,7 @@ def draw_losses(
     _prepare(axes, "nats per token", [step for points in lines.values() for step, _ in points])
     axes.set_ylim(*limits)
     labels = [
-        _threshold(axes, value, f"{short_label(name)} {number(value, 2)}")
-        for name, value in baselines.items()
+        threshold(axes, value, f"{short_label(name)} {number(value, 2)}") for name, value in baselines.items()
     ]
     # The thinnest last: a reference that lies on its twin shows as dashes on a wider line.
     for arm, points in sorted(lines.items(), key=lambda item: -styles[item[0]].width):
@@ -135,11 +102,11 @@ def draw_cosines(rows: Sequence[Row], depth: int, limits: tuple[float, float], a
     if control:
         worst = min(value for _, value in control)
         if max(1 - worst, SMALLEST_GAP) < limits[1]:
-            _note(axes, f"↑ K = 0 control, worst: {cosine(worst)}")
+            note(axes, f"↑ K = 0 control, worst: {cosine(worst)}")
         else:
             points = [(step, max(1 - value, SMALLEST_GAP)) for step, value in control]
-            axes.plot(*zip(*points, strict=True), color=_MUTED, linestyle=LINES[2], linewidth=1.2)
-            _note(axes, f"dotted: K = 0 control, worst {cosine(worst)}")
+            axes.plot(*zip(*points, strict=True), color=MUTED, linestyle=LINES[2], linewidth=1.2)
+            note(axes, f"dotted: K = 0 control, worst {cosine(worst)}")
     end_labels(
         axes, _draw_blocks(axes, rows, "block_cosine", depth, lambda value: max(1 - value, SMALLEST_GAP))
     )
@@ -149,8 +116,8 @@ def draw_displacements(rows: Sequence[Row], depth: int, limits: tuple[float, flo
     _prepare(axes, "displacement ratio", [row["step"] for row in rows])
     axes.set_yscale("log")
     axes.set_ylim(*limits)
-    _log_ticks(axes, limits)
-    limit = _threshold(axes, LEAST_DISPLACEMENT, f"limit {_short_power(LEAST_DISPLACEMENT)}")
+    log_ticks(axes, limits)
+    limit = threshold(axes, LEAST_DISPLACEMENT, f"limit {short_power(LEAST_DISPLACEMENT)}")
     labels = _draw_blocks(axes, rows, "displacement_ratio", depth, lambda value: value if value > 0 else None)
     end_labels(axes, [*labels, limit])
 
@@ -163,9 +130,9 @@ def draw_residuals(
     _prepare(axes, "relative residual", [row["step"] for _, _, part in groups for row in part])
     axes.set_yscale("log")
     axes.set_ylim(*limits)
-    _log_ticks(axes, limits)
+    log_ticks(axes, limits)
     seeds = sorted({seed for _, seed, _ in groups})
-    labels = [_threshold(axes, LARGEST_RESIDUAL, f"limit {LARGEST_RESIDUAL}")]
+    labels = [threshold(axes, LARGEST_RESIDUAL, f"limit {LARGEST_RESIDUAL}")]
     for arm, seed, part in groups:
         points = [(row["step"], row["residual"]) for row in part if row["residual"] > 0]
         if not points:
@@ -231,20 +198,8 @@ def _zero_and_band(axes: Axes, values: Sequence[float]) -> None:
         xycoords=axes.get_yaxis_transform(),
         xytext=(0, 3),
         textcoords="offset points",
-        color=_MUTED,
+        color=MUTED,
         size=FONT_SIZE - 1.5,
-    )
-
-
-def _threshold(axes: Axes, value: float, label: str) -> EndLabel:
-    """Draw a dashed line across the axes; the result is its label for the right end."""
-    axes.axhline(value, color=_MUTED, linewidth=0.9, linestyle=LINES[4])
-    return EndLabel(value, label, _MUTED, _MUTED)
-
-
-def _note(axes: Axes, text: str) -> None:
-    axes.text(
-        0.995, 0.985, text, transform=axes.transAxes, ha="right", va="top", color=_MUTED, size=FONT_SIZE - 1.5
     )
 
 
@@ -268,7 +223,7 @@ def _seed_legend(axes: Axes, seeds: Sequence[int]) -> None:
         frameon=False,
         ncols=min(3, len(shown)),
         fontsize=FONT_SIZE - 1.5,
-        labelcolor=_MUTED,
+        labelcolor=MUTED,
         handletextpad=0.1,
         columnspacing=0.9,
         borderaxespad=0.0,
@@ -276,7 +231,7 @@ def _seed_legend(axes: Axes, seeds: Sequence[int]) -> None:
 
 
 def _cosine_ticks(axes: Axes, limits: tuple[float, float]) -> None:
-    ticks = _ticks_between(limits[1], limits[0])
+    ticks = ticks_between(limits[1], limits[0])
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda gap, _: _cosine_at(gap)))
@@ -284,27 +239,4 @@ def _cosine_ticks(axes: Axes, limits: tuple[float, float]) -> None:
 
 def _cosine_at(gap: float) -> str:
     digits = max(1, -floor(log10(gap) + 1e-9))
-    return number(1 - gap, digits) if digits <= 6 else f"1−{_short_power(gap)}"
-
-
-def _log_ticks(axes: Axes, limits: tuple[float, float]) -> None:
-    axes.yaxis.set_major_locator(FixedLocator(_ticks_between(*limits)))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _short_power(value)))
-
-
-def _short_power(value: float) -> str:
-    if value >= 1e-4:
-        return f"{value:g}"
-    mantissa, times, power = small(value).partition("×")
-    mantissa = mantissa.rstrip("0").rstrip(".")
-    return power if mantissa == "1" else f"{mantissa}{times}{power}"
-
-
-def _ticks_between(low: float, high: float) -> list[float]:
-    """Ticks of a logarithmic axis: 1, 2, 5 over few decades, powers of ten over many."""
-    decades = log10(high / low)
-    steps = (1, 2, 5) if decades < 2.2 else (1, 3) if decades < 3.5 else (1,)
-    exponents = range(floor(log10(low)), floor(log10(high)) + 1)
-    ticks = [step * 10.0**exponent for exponent in exponents for step in steps]
-    return [tick for tick in ticks if low <= tick <= high]
+    return number(1 - gap, digits) if digits <= 6 else f"1−{short_power(gap)}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from twinscope.report.findings import cosine, listed, outcome, signed, small, warnings
 from twinscope.report.reading import read_run
+from twinscope.report.train_findings import outcome, warnings
+from twinscope.report.wording import cosine, listed, signed, small
 
 
 def set_losses(record, **losses):

@@ -1,6 +1,6 @@
 """The four figures of a training run: losses, paired differences, cosines, and displaced states.
 
-Covers which rows make a panel, how a figure is read, its content in words and its data; panels.py puts
+Covers which rows make a panel, how a figure is read, its content in words and its data; train_panels.py puts
 it on axes, drawing.py turns it into files. Losses are nats per token on held-out text; a step is an
 optimizer step; blocks count from 1.
 """
@@ -10,23 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+from twinscope.report.axes import Line
 from twinscope.report.drawing import LINES, MARKERS, PALETTE, Panel, Plot, block_colours, short_label
-from twinscope.report.findings import (
-    LARGEST_RESIDUAL,
-    LEAST_DISPLACEMENT,
-    arm_label,
-    cosine,
-    count,
-    known,
-    listed,
-    number,
-    signed,
-    small,
-)
-from twinscope.report.panels import (
+from twinscope.report.reading import Row, RunData
+from twinscope.report.train_findings import LARGEST_RESIDUAL, LEAST_DISPLACEMENT, arm_label
+from twinscope.report.train_panels import (
     CLOSE,
     SMALLEST_GAP,
-    Line,
     draw_cosines,
     draw_displacements,
     draw_losses,
@@ -34,7 +24,7 @@ from twinscope.report.panels import (
     draw_residuals,
     draw_windows,
 )
-from twinscope.report.reading import Row, RunData
+from twinscope.report.wording import cosine, count, known, listed, number, signed, small
 
 
 def figures(run: RunData) -> list[Plot]:

@@ -1,0 +1,37 @@
+"""Copy what is kept of a run into docs/results/NAME: its record and its figures.
+
+    python docs/results/keep.py RUN...
+
+The record is the run's result.json, except that the command line is shortened to what one types, so that no
+folder of the machine it ran on is published.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def keep(run: Path) -> Path:
+    """Replace docs/results/NAME by the record and the figures of a complete run."""
+    record = json.loads((run / "result.json").read_text())
+    assert record["status"] == "complete", f"{run} is not complete"
+    command = record["provenance"]["command"]
+    verb = command.index(record["provenance"]["verb"])
+    record["provenance"]["command"] = ["twinscope", *command[verb:]]
+    folder = HERE / record["provenance"]["name"]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "result.json").write_text(json.dumps(record) + "\n")
+    for figure in sorted((run / "figures").glob("*.png")):
+        shutil.copy(figure, folder / figure.name)
+    return folder
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        print(keep(Path(argument)))
