@@ -24,7 +24,7 @@ class Optimizer(Section):
     kind: Literal["muon", "adamw"] = "adamw"
     lr: float = Field(default=1e-3, gt=0)
     clip: float | None = None
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
 
 
 class Whole(Section):

@@ -142,7 +142,22 @@ def test_places_that_are_no_run_are_refused(tmp_path: Path, run: Run) -> None:
     with pytest.raises(DataError, match=r"provenance\.json is damaged"):
         Run.open(run.path)
     (run.path / "provenance.json").write_text("{}")
-    Run.open(run.path).close()
+    with pytest.raises(DataError, match="not what the run began with"):
+        Run.open(run.path)
+
+
+def test_an_edited_config_is_refused(run: Run) -> None:
+    run.close()
+    config = run.path / "config.toml"
+    before = config.read_text()
+    config.write_text(before + "# edited\n")
+    with pytest.raises(DataError, match="start a fresh run with the changed config"):
+        Run.open(run.path)
+    config.write_text(before)
+    with Run.open(run.path) as opened:
+        opened.replace_config("steps = 3\n")
+    with Run.open(run.path) as opened:
+        assert opened.config_toml == "steps = 3\n"
 
 
 # --- the journal --------------------------------------------------------------------------------

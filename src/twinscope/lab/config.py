@@ -19,9 +19,9 @@ from twinscope.lab.errors import ConfigError
 
 
 class Section(BaseModel):
-    """Base of every configuration table: immutable, and unknown keys are refused."""
+    """Base of every configuration table: immutable; unknown keys and values of another type are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
 
 S = TypeVar("S", bound=Section)

@@ -11,6 +11,7 @@ Files of a run: ``config.toml``, ``provenance.json``, ``journal.jsonl`` (one row
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import re
 import signal
@@ -65,6 +66,12 @@ class Run:
         self.config_toml = _text(path / "config.toml")
         self._provenance = _object(path / "provenance.json")
         self.started, self.verb, self.name = _identity(path, self._provenance)
+        known = [self._provenance.get(key) for key in ("config_sha256", "config_sha256_before")]
+        if hashlib.sha256(self.config_toml.encode()).hexdigest() not in known:
+            raise DataError(
+                f"{path / 'config.toml'} is not what the run began with (or provenance.json was edited): "
+                "bring it back, or start a fresh run with the changed config"
+            )
         self.rows, self._size = read_journal(path / "journal.jsonl")
         self._by_key = {row["key"]: row for row in self.rows}
         with writing(path / "journal.jsonl"):
@@ -92,7 +99,12 @@ class Run:
         if not re.fullmatch(r"[a-z]+", verb):
             raise ValueError(f"a verb is lower-case letters, got '{verb}'")
         now = datetime.now(UTC)
-        identity = {"verb": verb, "name": name, "started": now.strftime("%Y-%m-%dT%H:%M:%SZ")}
+        identity = {
+            "verb": verb,
+            "name": name,
+            "started": now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "config_sha256": hashlib.sha256(config_toml.encode()).hexdigest(),
+        }
         stored = _encoded({**identity, **provenance}, "the provenance", indent=1)
         stem = f"{now:%Y%m%dT%H%M%SZ}-{verb}-{folder_name(name)}"
         root = Path(root).absolute()
@@ -168,6 +180,19 @@ class Run:
         data = _encoded({**self._provenance, **changes}, "the provenance", indent=1)
         write_atomic(self.path / "provenance.json", data + b"\n")
         self._provenance = decode(data)
+
+    def replace_config(self, config_toml: str) -> None:
+        """Write another configuration for a run that is extended; a kill in between leaves either one.
+
+        Raises:
+            Stopped, ConfigError: it cannot be written.
+        """
+        before, after = (
+            hashlib.sha256(text.encode()).hexdigest() for text in (self.config_toml, config_toml)
+        )
+        self.update_provenance({"config_sha256": after, "config_sha256_before": before})
+        write_atomic(self.path / "config.toml", config_toml.encode())
+        self.config_toml = config_toml
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row to the journal; it is on disk when the call returns.
@@ -336,7 +361,10 @@ def _identity(path: Path, provenance: Mapping[str, Any]) -> tuple[str, str, str]
     """Start, verb and name from the provenance, which outlives a renamed folder, else from the folder."""
     match = _FOLDER.fullmatch(path.name)
     stamp, verb, name = match.groups() if match else ("", "", path.name)
-    started = f"{datetime.strptime(stamp, '%Y%m%dT%H%M%SZ'):%Y-%m-%dT%H:%M:%SZ}" if stamp else ""
+    try:
+        started = f"{datetime.strptime(stamp, '%Y%m%dT%H%M%SZ'):%Y-%m-%dT%H:%M:%SZ}"
+    except ValueError:
+        started = ""
     stored = {"started": started, "verb": verb, "name": name, **provenance}
     return str(stored["started"]), str(stored["verb"]), str(stored["name"])
 

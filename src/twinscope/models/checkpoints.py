@@ -6,13 +6,13 @@ No pickle is ever written or read.
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
@@ -25,18 +25,40 @@ from twinscope.models.weights import load_tensors, save_tensors
 _NAME = re.compile(r"seed-(\d+)-step-(\d+)")
 
 
-class Manifest(BaseModel):
-    """What a checkpoint holds; ``parts`` maps a file's name to the sha256 of its bytes."""
+class ArmCounters(BaseModel):
+    """What an arm counted: steps skipped, and the training losses since the last evaluation."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    rule: str
+    skipped: int
+    skipped_in_a_row: int
+    losses: list[float]
+
+
+class Manifest(BaseModel):
+    """What a checkpoint holds; ``parts`` maps a file's name to the sha256 of its bytes.
+
+    ``journal_rows`` is how many rows the run's journal had: a shorter journal has lost some. ``digest`` is
+    the sha256 of the manifest without it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     schema_: Literal["twinscope.checkpoint/1"] = "twinscope.checkpoint/1"
     seed: int
     step: int
     shape: GPTConfig
     data: dict[str, str]
-    arms: dict[str, dict[str, Any]]
+    arms: dict[str, ArmCounters]
     parts: dict[str, str]
+    journal_rows: int
+    digest: str = ""
+
+    def sealed(self) -> Manifest:
+        """The same with its digest."""
+        content = self.model_dump_json(exclude={"digest"})
+        return self.model_copy(update={"digest": hashlib.sha256(content.encode()).hexdigest()})
 
 
 def folder_name(seed: int, step: int) -> str:
@@ -51,8 +73,9 @@ def write_checkpoint(
     step: int,
     shape: GPTConfig,
     data: Mapping[str, str],
-    arms: Mapping[str, dict[str, Any]],
+    arms: Mapping[str, ArmCounters],
     parts: Mapping[str, dict[str, Tensor]],
+    journal_rows: int,
 ) -> Path:
     """Write one checkpoint into ``folder``; it appears under its name only when it is complete.
 
@@ -70,7 +93,15 @@ def write_checkpoint(
         hashes = {}
         for stem, tensors in parts.items():
             hashes[f"{stem}.safetensors"] = save_tensors(draft / f"{stem}.safetensors", tensors, {})
-        manifest = Manifest(seed=seed, step=step, shape=shape, data=dict(data), arms=dict(arms), parts=hashes)
+        manifest = Manifest(
+            seed=seed,
+            step=step,
+            shape=shape,
+            data=dict(data),
+            arms=dict(arms),
+            parts=hashes,
+            journal_rows=journal_rows,
+        ).sealed()
         write_atomic(draft / "manifest.json", manifest.model_dump_json(indent=1).encode())
         with writing(final):
             sync_folder(draft)
@@ -90,12 +121,19 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     path = checkpoint / "manifest.json"
     try:
-        return Manifest.model_validate(json.loads(path.read_bytes()))
+        manifest = Manifest.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{checkpoint} is no checkpoint: it has no manifest.json") from None
     except (OSError, ValueError, ValidationError, RecursionError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(f"the checkpoint manifest {path} cannot be read: {reason}") from None
+    if manifest.sealed().digest != manifest.digest:
+        raise DataError(f"the checkpoint manifest {path} was changed: its digest does not match")
+    if checkpoint.name != folder_name(manifest.seed, manifest.step):
+        raise DataError(
+            f"{checkpoint} holds seed {manifest.seed}, step {manifest.step}: it was moved from elsewhere"
+        )
+    return manifest
 
 
 def read_part(checkpoint: Path, manifest: Manifest, stem: str) -> dict[str, Tensor]:

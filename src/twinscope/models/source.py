@@ -7,6 +7,7 @@ of the verb.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -197,9 +198,9 @@ def find_source(settings: ModelSettings) -> tuple[Path, Manifest, str]:
         DataError: the checkpoint's manifest is damaged.
     """
     assert settings.source is not None
-    place, _, step_text = settings.source.removeprefix("run:").partition("@")
-    if step_text and not step_text.isdigit():
-        raise ConfigError(f"model.source: '@{step_text}' is no step; write run:DIR@STEP with a number")
+    place, step_text = settings.source.removeprefix("run:"), ""
+    if named := re.fullmatch(r"(.+)@(\d{1,12})", place):
+        place, step_text = named.groups()
     folder = Path(place).expanduser() / "checkpoints"
     found = find_checkpoints(folder, settings.seed)
     if not found:

@@ -5,7 +5,7 @@ Covers the tables, and the refusal of what cannot be trained. The estimator's ow
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -13,6 +13,9 @@ from twinscope.lab.config import Section, suggestion
 from twinscope.models.source import ModelSettings
 from twinscope.propagation.settings import EPSettings, OptimizerSettings
 from twinscope.text.datasets import DataSettings
+
+#: Torch and NumPy both take a seed of this range.
+Seed = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class TrainSettings(Section):
@@ -22,7 +25,7 @@ class TrainSettings(Section):
     """
 
     steps: int = Field(default=2000, ge=1)
-    seeds: list[int] = Field(default=[0], min_length=1)
+    seeds: list[Seed] = Field(default=[0], min_length=1)
     eval_every: int = Field(default=100, ge=1)
     eval_batches: int = Field(default=16, ge=1)
     gate_every: int = Field(default=200, ge=1)
@@ -32,7 +35,7 @@ class TrainSettings(Section):
     max_skipped_in_a_row: int = Field(default=10, ge=1)
     windows: int = Field(default=10, ge=1)
     device: str = "cpu"
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     minutes: float | None = Field(default=None, gt=0)
     memory_mib: float | None = Field(default=None, gt=0)
 
@@ -48,14 +51,14 @@ class BaseSettings(Section):
     """A checkpoint that is trained first, by backpropagation, and cached: where all arms then start."""
 
     steps: int = Field(default=1000, ge=1)
-    seed: int = 0
+    seed: Seed = 0
     optimizer: OptimizerSettings | None = None
 
 
 class ArmSettings(Section):
     """One arm of a comparison: its name, its rule, and any key of ``[ep]`` to override."""
 
-    model_config = ConfigDict(frozen=True, extra="allow")
+    model_config = ConfigDict(extra="allow")
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,39}$")
     rule: Literal["ep", "bp"]
@@ -65,6 +68,8 @@ class ArmSettings(Section):
         for key in self.overrides:
             if key not in EPSettings.model_fields:
                 raise ValueError(f"unknown key '{key}'{suggestion(key, list(EPSettings.model_fields))}")
+            if key == "precision":
+                raise ValueError("'precision' belongs to [train]: it holds for every arm")
             if self.rule == "bp":
                 raise ValueError(f"'{key}' means nothing to an arm whose rule is bp")
         return self

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from twinscope.lab.config import Section
 from twinscope.models.source import ModelSettings
-from twinscope.propagation.config import BaseSettings
+from twinscope.propagation.config import BaseSettings, Seed
 from twinscope.propagation.settings import EPSettings
 from twinscope.text.datasets import DataSettings
 
@@ -34,9 +34,9 @@ class LeakSettings(Section):
     precision: Literal["fp32", "fp64"] = "fp32"
     study: Literal["amp"] | None = None
     budget_mib: float = Field(default=1024.0, ge=0)
-    seed: int = 0
+    seed: Seed = 0
     device: str = "cpu"
-    threads: int | None = Field(default=None, ge=1)
+    threads: int | None = Field(default=None, ge=1, le=1024)
     minutes: float | None = Field(default=None, gt=0)
     memory_mib: float | None = Field(default=None, gt=0)
 

@@ -14,7 +14,7 @@ import torch
 
 from twinscope.lab.budget import Budget
 from twinscope.lab.config import parse_config, to_toml
-from twinscope.lab.durable import sync_folder, write_atomic, writing
+from twinscope.lab.durable import sync_folder, writing
 from twinscope.lab.errors import ConfigError, Stopped
 from twinscope.lab.evidence import claim
 from twinscope.lab.outcome import Findings, carry_out
@@ -175,7 +175,7 @@ def extend(config: LeakConfig, run: Run, quiet: bool = False) -> dict[str, Any]:
         result.rename(run.path / f"result-of-{count}-batches.json")
         sync_folder(run.path)
     run.update_provenance({"extended_from": [*run.provenance.get("extended_from", []), count]})
-    write_atomic(run.path / "config.toml", to_toml(prepared.config).encode())
+    run.replace_config(to_toml(prepared.config))
     return leak(prepared, run, quiet)
 
 
@@ -186,7 +186,7 @@ def saved_config(run: Run) -> LeakConfig:
         ConfigError: it is no longer valid, for example because it was edited.
     """
     try:
-        mapping = tomllib.loads((run.path / "config.toml").read_text(encoding="utf-8"))
+        mapping = tomllib.loads(run.config_toml)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{run.path / 'config.toml'} is not valid TOML: {error}") from None
     return parse_config(mapping, LeakConfig, origin=str(run.path / "config.toml"))

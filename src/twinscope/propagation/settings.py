@@ -6,7 +6,7 @@ docs/notation.md.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -55,7 +55,7 @@ class EPSettings(Section):
     ``g_l * RMS(d_l) / RMS(z_l)`` over the blocks, from which beta follows) sets the nudge.
     """
 
-    beta: float | None = Field(default=None, gt=0)
+    beta: float | None = Field(default=None, gt=0, le=1e9)
     displacement: float | None = Field(default=None, gt=0, lt=1)
     rounds: int = Field(default=1, ge=0)
     fused: bool = True
@@ -92,6 +92,10 @@ class EPSettings(Section):
         return self
 
 
+#: A decay rate of a running mean.
+Rate = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSettings(Section):
     """Muon for the blocks' matrices with AdamW for the rest, or AdamW alone; warm-up, then cosine."""
 
@@ -101,7 +105,8 @@ class OptimizerSettings(Section):
     warmup: int = Field(default=100, ge=0)
     weight_decay: float = Field(default=0.1, ge=0)
     clip: float | None = Field(default=1.0, gt=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    # Read as a list from TOML, which has no tuples.
+    betas: tuple[Rate, Rate] = Field(default=(0.9, 0.95), strict=False)
     eps: float = Field(default=1e-8, gt=0)
     momentum: float = Field(default=0.95, ge=0, lt=1)
     final_lr_fraction: float = Field(default=0.0, ge=0, le=1)

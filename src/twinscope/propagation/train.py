@@ -7,6 +7,7 @@ is in twin.py.
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from twinscope.lab.outcome import Findings, carry_out
 from twinscope.lab.progress import Progress
 from twinscope.lab.provenance import collect
 from twinscope.lab.run import Run, cache_root, list_runs
-from twinscope.models.source import Initial, ModelSettings, open_model
+from twinscope.models.source import Initial, ModelSettings, find_source, open_model
 from twinscope.propagation.comparison import claims, summarize
 from twinscope.propagation.config import ArmSettings, TrainConfig
 from twinscope.propagation.twin import train_arms
@@ -80,8 +81,9 @@ def train(prepared: Prepared, run: Run, quiet: bool = False) -> dict[str, object
     """
     config, data = prepared.config, prepared.data
 
+    require_same_data(run, data)
+
     def work() -> Findings:
-        require_same_data(run, data)
         context = prepared.initial.config.context
         with Progress(config.name, quiet) as progress:
             train_arms(config, run, data, prepared.initial, progress)
@@ -164,13 +166,19 @@ def resolved_data(settings: DataSettings) -> DataSettings:
 
 
 def resolved_model(settings: ModelSettings) -> ModelSettings:
-    """The table with an absolute path where its source is one."""
+    """The table with an absolute path where its source is one, and a run's checkpoint named in full."""
     source = settings.source
     if source is None or source == "smollm2":
         return settings
-    prefix = "run:" if settings.of_a_run else ""
-    place, at, step = source.removeprefix("run:").partition("@") if prefix else (source, "", "")
-    return settings.model_copy(update={"source": f"{prefix}{Path(place).expanduser().absolute()}{at}{step}"})
+    if not settings.of_a_run:
+        return settings.model_copy(update={"source": str(Path(source).expanduser().absolute())})
+    if re.search(r"@\d+$", source):
+        place = Path(source.removeprefix("run:")).expanduser().absolute()
+        return settings.model_copy(update={"source": f"run:{place}"})
+    # The last checkpoint of a run that goes on is another one tomorrow: name the one that is meant.
+    checkpoint, manifest, arm = find_source(settings)
+    pinned = f"run:{checkpoint.parent.parent.absolute()}@{manifest.step}"
+    return type(settings)(source=pinned, arm=arm, seed=manifest.seed)
 
 
 def set_numerics(device: str, threads: int, key: str) -> None:
@@ -180,6 +188,8 @@ def set_numerics(device: str, threads: int, key: str) -> None:
         ConfigError: the device cannot be used here; ``key`` is the configuration's name for it.
     """
     try:
+        if torch.device(device).type not in ("cpu", "cuda"):
+            raise RuntimeError("give cpu, cuda or cuda:N")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]

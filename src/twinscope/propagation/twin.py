@@ -25,7 +25,14 @@ from twinscope.lab.budget import Budget
 from twinscope.lab.errors import DataError, RunFailed, Stopped
 from twinscope.lab.progress import Progress
 from twinscope.lab.run import Run
-from twinscope.models.checkpoints import find_checkpoints, prune, read_manifest, read_part, write_checkpoint
+from twinscope.models.checkpoints import (
+    ArmCounters,
+    find_checkpoints,
+    prune,
+    read_manifest,
+    read_part,
+    write_checkpoint,
+)
 from twinscope.models.decoder import Decoder, forward
 from twinscope.models.gpt import GPT
 from twinscope.models.source import Initial
@@ -85,12 +92,13 @@ class Arm:
             torch.cuda.synchronize(tokens.device)
         self.seconds += time.perf_counter() - began
 
-    def counters(self) -> dict[str, Any]:
-        return {
-            "skipped": self.skipped,
-            "skipped_in_a_row": self.skipped_in_a_row,
-            "losses": self.losses,
-        }
+    def counters(self) -> ArmCounters:
+        return ArmCounters(
+            rule=self.settings.rule,
+            skipped=self.skipped,
+            skipped_in_a_row=self.skipped_in_a_row,
+            losses=self.losses,
+        )
 
 
 def train_arms(config: TrainConfig, run: Run, data: Dataset, initial: Initial, progress: Progress) -> None:
@@ -262,7 +270,7 @@ class _Seed:
             step=step,
             shape=self.initial.config,
             data=self.data.hashes,
-            arms={arm.name: {"rule": arm.settings.rule, **arm.counters()} for arm in self.arms},
+            arms={arm.name: arm.counters() for arm in self.arms},
             parts={
                 f"{arm.name}.{part}": tensors
                 for arm in self.arms
@@ -271,6 +279,7 @@ class _Seed:
                     ("optimizer", arm.optimizer.state()),
                 )
             },
+            journal_rows=len(self.run.rows),
         )
         prune(self.run.checkpoints, self.seed, self.config.train.keep_checkpoints)
 
@@ -282,14 +291,19 @@ class _Seed:
         _, step, path = found[-1]
         try:
             manifest = read_manifest(path)
+            if len(self.run.rows) < manifest.journal_rows:
+                raise DataError(
+                    f"{self.run.path / 'journal.jsonl'} has {len(self.run.rows)} rows where {path.name} was "
+                    f"saved after {manifest.journal_rows}: rows were lost"
+                )
             for arm in self.arms:
                 if arm.name not in manifest.arms or manifest.shape != self.initial.config:
                     raise DataError(f"the checkpoint {path} is of other arms or another shape")
                 load_into(arm.model, read_part(path, manifest, f"{arm.name}.weights"))
                 arm.optimizer.load_state(read_part(path, manifest, f"{arm.name}.optimizer"))
                 counted = manifest.arms[arm.name]
-                arm.skipped, arm.skipped_in_a_row = counted["skipped"], counted["skipped_in_a_row"]
-                arm.losses = list(counted["losses"])
+                arm.skipped, arm.skipped_in_a_row = counted.skipped, counted.skipped_in_a_row
+                arm.losses = list(counted.losses)
         except DataError as error:
             raise DataError(
                 f"{error}; delete {path} and resume again: training repeats what that checkpoint held"

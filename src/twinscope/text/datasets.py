@@ -80,6 +80,10 @@ def open_dataset(settings: DataSettings) -> Dataset:
 
 
 def _of_text(corpus: TextCorpus, tokenizer_spec: str) -> Dataset:
+    if corpus.heldout == corpus.train:
+        raise DataError(
+            f"{corpus.description}: the held-out text stands in the training text; hold out another"
+        )
     tokenizer = open_tokenizer(tokenizer_spec, corpus.train)
     train, heldout = tokenizer.encode(corpus.train), tokenizer.encode(corpus.heldout)
     if not len(train) or not len(heldout):

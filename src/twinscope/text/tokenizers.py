@@ -53,7 +53,7 @@ def open_tokenizer(spec: str, train_text: str) -> TextTokenizer:
         return char_tokenizer(train_text)
     if spec.startswith("bpe:"):
         size = spec.removeprefix("bpe:")
-        if not size.isdecimal() or int(size) < _BYTES:
+        if not re.fullmatch(r"\d{1,7}", size) or int(size) < _BYTES:
             raise ConfigError(
                 f"tokenizer {spec!r} is refused: the size is a whole number of at least {_BYTES}, "
                 "one symbol for each byte (as in 'bpe:4096')"
