@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from twinscope.cli import main
+from twinscope.lab.errors import Stopped
 from twinscope.lab.record import load_record
 
 WORDS = "the state of the union is strong and the people of the nation know it well"
@@ -58,15 +59,18 @@ def refused(capsys, code: int, pattern: str, *arguments: str) -> None:
     found, out, err = call(capsys, *arguments)
     assert found == code, err
     assert out == ""
-    assert err.startswith("twinscope: ")
-    assert err.count("\n") == 1, "one sentence"
+    # A run that had begun says where it is before the sentence.
+    sentences = [line for line in err.splitlines() if not line.startswith("run: ")]
+    assert len(sentences) == 1, err
+    assert sentences[0].startswith("twinscope: ")
     assert pattern in err
     assert "Traceback" not in err
 
 
 def test_train_leaves_a_record_a_report_and_a_json_line(tiny, capsys):
     code, out, err = call(capsys, "train", tiny, "--json", "--set", "train.steps=4")
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert err.startswith("run: ")
     line = json.loads(out.splitlines()[-1])
     run = Path(line["run"])
     assert line["status"] == "complete"
@@ -147,6 +151,54 @@ def test_an_error_still_ends_in_the_json_line(tiny, capsys):
     assert code == 65
     assert line["status"] == "failed"
     assert line["error"] in err
+
+
+def test_a_usage_error_ends_in_the_json_line_too(capsys):
+    code, out, _ = call(capsys, "train", "--json")
+    assert code == 2
+    assert json.loads(out)["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "status", "words"),
+    [
+        (KeyboardInterrupt(), 75, "stopped", "interrupted; start it again"),
+        (MemoryError(), 75, "failed", "out of memory"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+            75,
+            "failed",
+            "out of memory",
+        ),
+    ],
+)
+def test_interrupts_and_lack_of_memory_are_a_sentence(tiny, capsys, monkeypatch, error, code, status, words):
+    def fails(*_):
+        raise error
+
+    monkeypatch.setattr("twinscope.propagation.train.prepare", fails)
+    found, out, err = call(capsys, "train", tiny, "--json")
+    assert found == code
+    assert json.loads(out)["status"] == status
+    assert words in err
+
+
+def test_a_report_that_cannot_be_written_does_not_undo_the_run(tiny, capsys, monkeypatch):
+    def full(*_):
+        raise Stopped("no space left to write report.html")
+
+    monkeypatch.setattr("twinscope.report.page.render", full)
+    code, out, err = call(capsys, "train", tiny, "--json")
+    assert code == 0
+    assert json.loads(out.splitlines()[-1])["status"] == "complete"
+    assert "the run is complete, its report is not" in err
+
+
+def test_an_odd_folder_does_not_break_the_list(tiny, capsys):
+    (tiny.parent / "runs" / "99999999T999999Z-train-x").mkdir(parents=True)
+    code, out, _ = call(capsys, "runs")
+    assert code == 0
+    assert "99999999T999999Z-train-x" in out
 
 
 def test_a_defect_is_told_from_bad_input(tiny, capsys, monkeypatch):

@@ -30,7 +30,6 @@ app = typer.Typer(
     help="Paired, evidence-graded experiments on transformer language models.",
     epilog="Start with: twinscope demo. Every run is a directory; an interrupted one continues with "
     "twinscope resume RUN.",
-    no_args_is_help=True,
     add_completion=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -53,11 +52,14 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 @app.callback(invoke_without_command=True)
 def _global(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False,
 ) -> None:
     if version:
         print(metadata.version("twinscope"))
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
 @app.command()
@@ -220,12 +222,15 @@ def runs_table(runs: Runs = None, as_json: AsJson = False, debug: Debug = False)
             print(f"no runs in {root}: start with twinscope demo")
             return
         table = Table(box=None, pad_edge=False)
-        for column in ("started", "verb", "name", "status", "headline"):
-            table.add_column(column, overflow="fold")
+        for column, wrap in (("run", False), ("status", False), ("headline", True)):
+            table.add_column(column, no_wrap=not wrap, overflow="ellipsis")
         for info in found:
-            cells = (info.started, info.verb, info.name, info.status, info.headline or "")
+            cells = (info.path.name, info.status, info.headline or "")
             table.add_row(*(escape(cell) for cell in cells))
-        Console(soft_wrap=False).print(table)
+        console = Console()
+        print(f"in {root}")
+        # In a pipe a row is a line: nothing is folded to a width that nobody sees.
+        console.print(table, soft_wrap=not console.is_terminal)
 
 
 @app.command()
@@ -262,7 +267,10 @@ def main(arguments: list[str] | None = None) -> None:
         _complain("interrupted before a run began: start it again")
         sys.exit(75)
     except typer.TyperException as error:
-        _complain(_usage_sentence(error))
+        sentence = _usage_sentence(error)
+        _complain(sentence)
+        if "--json" in (sys.argv[1:] if arguments is None else arguments):
+            print(json.dumps({"run": None, "status": "failed", "error": sentence}))
         sys.exit(2)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -299,15 +307,25 @@ def _reporting(as_json: bool, debug: bool) -> Iterator[_Outcome]:
         _complain(str(error))
     except (typer.Exit, typer.Abort, typer.TyperException, BrokenPipeError):
         raise
+    except KeyboardInterrupt:
+        code, outcome.status = 75, "stopped"
+        retry = f"continue with: twinscope resume {outcome.run}" if outcome.run else "start it again"
+        outcome.more["error"] = f"interrupted; {retry}"
+        _complain(outcome.more["error"])
     except Exception as error:
-        if debug:
+        if _out_of_memory(error):
+            code = 75
+            outcome.more["error"] = "out of memory: choose a smaller model, batch or context"
+            _complain(outcome.more["error"])
+        elif debug:
             raise
-        code = 1
-        outcome.more["error"] = f"{type(error).__name__}: {error}"
-        _complain(
-            f"a defect of twinscope, not of your input: {type(error).__name__}: {error} "
-            "(run again with --debug for the traceback)"
-        )
+        else:
+            code = 1
+            outcome.more["error"] = f"{type(error).__name__}: {error}"
+            _complain(
+                f"a defect of twinscope, not of your input: {type(error).__name__}: {error} "
+                "(run again with --debug for the traceback)"
+            )
     if as_json:
         print(outcome.line(), flush=True)
     if code:
@@ -321,6 +339,7 @@ def _train_and_report(config: Any, runs: Path | None, quiet: bool, outcome: _Out
     prepared = prepare(config, quiet)
     with create_run(prepared, runs_root(runs)) as run:
         outcome.run = run.path
+        _announce(run, quiet)
         record = carry_out_training(prepared, run, quiet)
         _close(run.path, record, quiet, outcome)
 
@@ -330,7 +349,12 @@ def _close(path: Path, record: dict[str, Any], quiet: bool, outcome: _Outcome) -
     from twinscope.report.page import render
 
     outcome.status = record["status"]
-    page = render([path], None)
+    try:
+        page = render([path], None)
+    except TwinscopeError as error:
+        # The run itself is complete and stays so.
+        _complain(f"the run is complete, its report is not: {error}; make it with twinscope report {path}")
+        return
     outcome.more["report"] = str(page)
     if not quiet:
         info = run_info(path)
@@ -373,6 +397,20 @@ def _usage_sentence(error: typer.TyperException) -> str:
         ]
         message = f"there is no verb '{mistyped[1]}'{suggestion(mistyped[1], known)}"
     return f"{message}; see twinscope{verb} --help"
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError) or (
+        # torch's CPU allocator has no error type of its own.
+        isinstance(error, RuntimeError)
+        and ("can't allocate memory" in str(error) or "out of memory" in str(error))
+    )
+
+
+def _announce(run: Run, quiet: bool) -> None:
+    """Say where the run is before it starts: the way to find, watch and resume it."""
+    if not quiet:
+        print(f"run:    {run.path}", file=sys.stderr)
 
 
 def _complain(sentence: str) -> None:

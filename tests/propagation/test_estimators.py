@@ -323,6 +323,22 @@ def test_wrong_precision_is_refused():
         ep_gradient(model.bfloat16(), tokens, targets, EPSettings())
 
 
+def test_batches_of_the_wrong_shape_are_refused():
+    model, tokens, targets = tiny()
+    settings = EPSettings(precision="fp64")
+    for x, y in ((tokens, targets.T), (tokens[0], targets[0]), (tokens[:0], targets[:0])):
+        for gradient in (
+            lambda x=x, y=y: ep_gradient(model, x, y, settings),
+            lambda x=x, y=y: bp_gradient(model, x, y),
+        ):
+            with pytest.raises(ConfigError, match="one batch of token ids"):
+                gradient()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ConfigError, match="every parameter is frozen"):
+        ep_gradient(model, tokens, targets, settings)
+
+
 @pytest.mark.parametrize("layers", [1, 2, 5])
 def test_gain_profiles(layers):
     def profile(**numbers):

@@ -315,6 +315,38 @@ def test_damaged_checkpoint_is_named_and_the_run_goes_on_without_it(tmp_path):
     assert essence(path)[:4] == expected[:4]
 
 
+def test_a_manifest_that_was_changed_or_moved_is_refused(tmp_path):
+    path = completed(tmp_path, config(tmp_path, train={"seeds": [0], "keep_checkpoints": 9}))
+    (path / "result.json").unlink()
+    earlier, last = (found[2] for found in find_checkpoints(path / "checkpoints")[-2:])
+    manifest = (last / "manifest.json").read_text()
+    for damaged, problem in (
+        (manifest.replace('"skipped": 0', '"skipped": 7'), "digest does not match"),
+        (manifest.replace('"skipped": 0', '"skipped": "x"'), "cannot be read"),
+        (manifest[:100], "cannot be read"),
+        ((earlier / "manifest.json").read_text(), "moved from elsewhere"),
+    ):
+        (last / "manifest.json").write_text(damaged)
+        with pytest.raises(DataError, match=f"{problem}.*delete {last}"):
+            continue_run(path)
+
+
+def test_a_journal_that_lost_rows_is_refused(tmp_path):
+    path = completed(tmp_path, config(tmp_path, train={"seeds": [0]}))
+    (path / "result.json").unlink()
+    lines = (path / "journal.jsonl").read_text().splitlines(keepends=True)
+    (path / "journal.jsonl").write_text("".join(lines[:4]))
+    with pytest.raises(DataError, match="rows were lost"):
+        continue_run(path)
+
+
+def test_a_source_without_a_step_is_pinned_to_the_step_it_has(tmp_path):
+    path = completed(tmp_path, config(tmp_path, train={"seeds": [0]}))
+    later = config(tmp_path).model_dump(exclude_unset=True) | {"model": {"source": f"run:{path}"}}
+    model = prepare(TrainConfig.model_validate(later)).config.model
+    assert (model.source, model.arm, model.seed) == (f"run:{path}@14", "ep", 0)
+
+
 def test_a_run_starts_from_a_checkpoint_of_another(tmp_path):
     path = completed(tmp_path, config(tmp_path, train={"seeds": [0], "keep_checkpoints": 9}))
     arms = [{"name": "ep", "rule": "ep"}, {"name": "bp", "rule": "bp"}]
@@ -408,6 +440,11 @@ def test_checkpoint_holds_weights_and_optimizer_of_every_arm(tmp_path):
         ({"arms": [{"name": "a", "rule": "ep", "round": 2}]}, "did you mean 'rounds'"),
         ({"arms": [{"name": "b", "rule": "bp", "rounds": 2}]}, "means nothing"),
         ({"arms": [{"name": "e", "rule": "ep", "read": "energy"}]}, "arm 'e'.*cannot be fused"),
+        ({"arms": [{"name": "e", "rule": "ep", "precision": "amp"}]}, "holds for every arm"),
+        ({"train": {"seeds": [-1]}}, "greater than or equal to 0"),
+        ({"train": {"steps": "2"}}, "valid integer"),
+        ({"train": {"steps": True}}, "valid integer"),
+        ({"optimizer": {"betas": [2.0, 0.9]}}, "less than 1"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(tmp_path, changes, problem):

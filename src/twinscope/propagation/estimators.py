@@ -103,7 +103,7 @@ def bp_gradient(
     Raises:
         ConfigError: the model is no decoder that an estimator can work on (see ``check_decoder``).
     """
-    _check(model, precision)
+    _check(model, tokens, targets, precision)
     cast = arithmetic(precision, tokens.device)
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     dtype = state_dtype(model)
@@ -390,12 +390,19 @@ def _residual(responses: Sequence[Tensor], fresh: Sequence[Tensor], factors: Seq
 
 
 def _problem(model: Decoder, tokens: Tensor, targets: Tensor, precision: str, cost: Cost) -> Problem:
-    _check(model, precision)
+    _check(model, tokens, targets, precision)
     return Problem(model, tokens, targets, cost, arithmetic(precision, tokens.device))
 
 
-def _check(model: Decoder, precision: str) -> None:
+def _check(model: Decoder, tokens: Tensor, targets: Tensor, precision: str) -> None:
     check_decoder(model)
+    if tokens.dim() != 2 or not tokens.numel() or targets.shape[:2] != tokens.shape:
+        raise ConfigError(
+            f"tokens are {tuple(tokens.shape)} and targets {tuple(targets.shape)}: "
+            "give one batch of token ids (B, T), not empty, and a target for each"
+        )
+    if not any(p.requires_grad for _, p in model.named_parameters()):
+        raise ConfigError("every parameter is frozen: there is no gradient to compute")
     if precision == "fp64" and any(p.dtype != torch.float64 for _, p in model.named_parameters()):
         raise ConfigError(
             "precision fp64 needs a model whose parameters are float64: call model.double() first, "

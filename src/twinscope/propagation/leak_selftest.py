@@ -44,9 +44,10 @@ ALLOWANCE = 2e-3
 #: The estimate itself may miss by this much, so that a wide interval cannot hide a wrong reading.
 TOLERANCE = 0.02
 BAND = 0.02
-#: The gains a threshold is sought with, for the larger one times 4.
+#: The gains the larger threshold is sought with; a quarter of each for the smaller one.
 GAINS = tuple(2.0**exponent for exponent in range(7))
 FACTOR, SLACK = 4.0, 0.25
+SCALES = (1.0 / FACTOR, 1.0)
 
 
 @dataclass(frozen=True)
@@ -155,9 +156,9 @@ def _planted_lows(
         vectors = arm_vectors(start, settings, [gain * h for h in profile], 1, 1.0, displace)
         return compare(vectors, reference).db
 
-    sound = {gain: read_at(gain, displaced) for gain in {s * g for s in (1.0, FACTOR) for g in GAINS}}
+    sound = {gain: read_at(gain, displaced) for gain in {s * g for s in SCALES for g in GAINS}}
     found = []
-    for scale in (1.0, FACTOR):
+    for scale in SCALES:
         displace = dropping(
             [
                 scale * _half_energy(adjoint) * h * start.problem.count

@@ -32,8 +32,8 @@ NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 NEWTON_SCHULZ_ITERATIONS = 5
 #: A matrix of a smaller Frobenius norm is divided by this instead, so that zero stays zero.
 _SMALLEST_NORM = 1e-7
-#: Matrices of one shape are iterated together, at least two and up to this many elements: one small matrix
-#: is too little work for several threads, and a batch that outgrows the cache is slower again.
+#: Matrices of one shape are iterated together, in pairs and up to this many elements: one small matrix is too
+#: little work for two threads, an odd one leaves a thread idle, and a batch larger than the cache is slower.
 _BATCH_ELEMENTS = 2**18
 
 
@@ -257,13 +257,13 @@ def _scheduled_fraction(settings: OptimizerSettings, horizon: int, index: int) -
 
 
 def _batches_of_one_shape(matrices: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names, grouped by shape up to transposition and then cut into batches."""
+    """The names, grouped by shape up to transposition and then cut into batches of an even size."""
     by_shape: dict[torch.Size, list[str]] = {}
     for name, matrix in matrices.items():
         by_shape.setdefault(_tall(matrix).shape, []).append(name)
     batches = []
     for shape, names in by_shape.items():
-        size = max(2, _BATCH_ELEMENTS // shape.numel())
+        size = max(2, _BATCH_ELEMENTS // shape.numel() // 2 * 2)
         batches += [names[start : start + size] for start in range(0, len(names), size)]
     return batches
 
