@@ -39,6 +39,8 @@ from twinscope.propagation.window import edges
 BATCHES = 4
 FAMILY_WISE = 1e-4
 SHRINK = 0.10
+#: The gain of the shrink over the profile of the self-test.
+SHRINK_GAIN = 4.0
 #: What a finite nudge may move the shrink's projection by, added to both sides of its interval.
 ALLOWANCE = 2e-3
 #: The estimate itself may miss by this much, so that a wide interval cannot hide a wrong reading.
@@ -76,7 +78,7 @@ def self_test(model: Decoder, names: ParameterNames, batches: Sequence[Batch], p
         update={"precision": precision}
     )
     nulls: list[Products] = []
-    shrunk: list[Products] = []
+    shrunk: list[np.ndarray] = []
     squares: list[list[float]] = []
     lows: list[list[float | None]] = []
     profile: list[float] = []
@@ -89,8 +91,13 @@ def self_test(model: Decoder, names: ParameterNames, batches: Sequence[Batch], p
         if index == 0:
             profile = _profile(start, safe_displacement(precision))
             lows = _planted_lows(start, settings, profile, reference, squares[0])
-        found = arm_vectors(start, settings, profile, 1, 1.0, _shrinking)
-        shrunk.append(compare(found, reference))
+        # Against the sound arm, as for the thresholds; displaced more, so that rounding weighs less.
+        gains = [SHRINK_GAIN * h for h in profile]
+        planted_db, sound_db = (
+            compare(arm_vectors(start, settings, gains, 1, 1.0, displace), reference).db
+            for displace in (_shrinking, displaced)
+        )
+        shrunk.append(np.subtract(planted_db, sound_db))
     thresholds = _judge_thresholds(lows)
     shrink = _judge_shrink(shrunk, np.array(squares))
     planted = Part(thresholds.passed and shrink.passed, f"{thresholds.detail}; {shrink.detail}")
@@ -195,8 +202,8 @@ def _judge_thresholds(lows: Sequence[Sequence[float | None]]) -> Part:
     )
 
 
-def _judge_shrink(shrunk: Sequence[Products], squares: np.ndarray) -> Part:
-    tops = np.array([one.db for one in shrunk])
+def _judge_shrink(shrunk: Sequence[np.ndarray], squares: np.ndarray) -> Part:
+    tops = np.array(shrunk)
     level = 1.0 - FAMILY_WISE / squares.shape[1]
     passed, estimates, widest = True, [], 0.0
     for block in range(squares.shape[1]):
