@@ -2,8 +2,8 @@
 
     python docs/results/keep.py RUN...
 
-The record is the run's result.json, except that the command line is shortened to what one types, so that no
-folder of the machine it ran on is published.
+The record is the run's result.json, except that the command line is shortened to what one types and the cache
+folder is written as CACHE, so that no folder of the machine it ran on is published.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import json
 import shutil
 import sys
 from pathlib import Path
+
+from twinscope.lab.run import cache_root
 
 HERE = Path(__file__).parent
 
@@ -26,7 +28,8 @@ def keep(run: Path) -> Path:
     folder = HERE / record["provenance"]["name"]
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    (folder / "result.json").write_text(json.dumps(record) + "\n")
+    text = json.dumps(record).replace(str(cache_root()), "CACHE")
+    (folder / "result.json").write_text(text + "\n")
     for figure in sorted((run / "figures").glob("*.png")):
         shutil.copy(figure, folder / figure.name)
     return folder

@@ -227,10 +227,9 @@ def runs_table(runs: Runs = None, as_json: AsJson = False, debug: Debug = False)
         for info in found:
             cells = (info.path.name, info.status, info.headline or "")
             table.add_row(*(escape(cell) for cell in cells))
-        console = Console()
         print(f"in {root}")
         # In a pipe a row is a line: nothing is folded to a width that nobody sees.
-        console.print(table, soft_wrap=not console.is_terminal)
+        Console(width=None if sys.stdout.isatty() else 400).print(table)
 
 
 @app.command()

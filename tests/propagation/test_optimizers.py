@@ -146,9 +146,7 @@ def _torch_muon_in_full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_torch_muon_in_full_precision")
-@pytest.mark.parametrize(
-    "batch_elements", [1, 200, 2**18]
-)  # in pairs, cut elsewhere, all of one shape together
+@pytest.mark.parametrize("batch_elements", [1, 2**18])  # in pairs, all of one shape together
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 def test_muon_takes_the_steps_of_torch_muon(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, tolerance: float, batch_elements: int

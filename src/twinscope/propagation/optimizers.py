@@ -137,7 +137,8 @@ class Optimizer:
         self._matrices = dict(matrices)
         self._others = dict(others)
         self._batches = _batches_of_one_shape(matrices)
-        self._momentum = {name: torch.zeros_like(p) for name, p in matrices.items()}
+        # One tensor for each batch of tall matrices, so that threads share its elementwise work as a whole.
+        self._momenta = [_stacked(matrices, names).zero_() for names in self._batches]
         decay = {True: settings.weight_decay, False: 0.0}
         self._adamw = torch.optim.AdamW(
             [
@@ -182,14 +183,17 @@ class Optimizer:
         adamw_rate = rate
         if self.settings.kind == "muon":
             adamw_rate = (self.settings.adamw_lr or DEFAULT_ADAMW_LR) * fraction
-        for names in self._batches:
-            self._muon_step(names, grads, scale, rate)
+        for names, momenta in zip(self._batches, self._momenta, strict=True):
+            self._muon_step(names, momenta, _stacked(grads, names).mul_(scale), rate)
         self._adamw_step(grads, scale, adamw_rate)
         return {"lr": rate, "grad_norm": norm}
 
     def state(self) -> dict[str, Tensor]:
         """A copy of all moments: ``muon.momentum.<name>``, ``adamw.{step,exp_avg,exp_avg_sq}.<name>``."""
-        return {name: tensor.clone() for name, tensor in self._live_state().items()}
+        return {
+            name: tensor.clone(memory_format=torch.contiguous_format)
+            for name, tensor in self._live_state().items()
+        }
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         """Continue from what :meth:`state` returned, bit for bit; on any doubt nothing is changed.
@@ -214,27 +218,28 @@ class Optimizer:
             target.copy_(state[name])
 
     def _live_state(self) -> dict[str, Tensor]:
-        state = {f"muon.momentum.{name}": tensor for name, tensor in self._momentum.items()}
+        state = {
+            f"muon.momentum.{name}": _laid_as(momentum, self._matrices[name])
+            for names, momenta in zip(self._batches, self._momenta, strict=True)
+            for name, momentum in zip(names, momenta, strict=True)
+        }
         for name, p in self._others.items():
             state |= {f"adamw.{key}.{name}": tensor for key, tensor in self._adamw.state[p].items()}
         return state
 
-    def _muon_step(self, names: list[str], grads: Mapping[str, Tensor], scale: float, rate: float) -> None:
-        """Momentum, Nesterov, decay and step in the conventions of ``torch.optim.Muon`` ("original" rate)."""
-        momentum = self.settings.momentum
-        first = _tall(self._matrices[names[0]])
-        directions = first.new_empty(len(names), *first.shape)
-        # One matrix through all of its elementwise work at a time: it stays in the cache.
-        for name, direction in zip(names, directions, strict=True):
-            grad = grads[name] * scale
-            moving = self._momentum[name].lerp_(grad, 1 - momentum)
-            torch.lerp(grad, moving, momentum, out=_laid_as(direction, grad))
+    def _muon_step(self, names: list[str], momenta: Tensor, grads: Tensor, rate: float) -> None:
+        """One batch, ``momenta`` and ``grads`` (k, n, m), in the conventions of ``torch.optim.Muon``.
+
+        Nesterov momentum on a moving average, decoupled decay, and ``rate * √max(1, rows/columns)``, which
+        gives the outputs of a tall matrix the RMS change of those of a square one. ``grads`` is used up.
+        """
+        momenta.lerp_(grads, 1 - self.settings.momentum)
+        directions = grads.lerp_(momenta, self.settings.momentum)
         updates = _orthogonalize_batch(directions, newton_schulz_dtype(directions))
         for name, update in zip(names, updates, strict=True):
             p = self._matrices[name]
             rows, columns = p.shape
             p.mul_(1 - rate * self.settings.weight_decay)
-            # The factor gives the outputs of a tall matrix the RMS change that those of a square one get.
             p.add_(_laid_as(update, p), alpha=-rate * math.sqrt(max(1, rows / columns)))
 
     def _adamw_step(self, grads: Mapping[str, Tensor], scale: float, rate: float) -> None:
@@ -266,6 +271,11 @@ def _batches_of_one_shape(matrices: Mapping[str, Tensor]) -> list[list[str]]:
         size = max(2, _BATCH_ELEMENTS // shape.numel() // 2 * 2)
         batches += [names[start : start + size] for start in range(0, len(names), size)]
     return batches
+
+
+def _stacked(tensors: Mapping[str, Tensor], names: list[str]) -> Tensor:
+    """A new tensor ``(k, n, m)`` of the named matrices, each of them tall."""
+    return torch.stack([_tall(tensors[name].detach()) for name in names])
 
 
 def _tall(matrix: Tensor) -> Tensor:
