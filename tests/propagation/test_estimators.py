@@ -213,6 +213,17 @@ def test_damping_leaves_the_fixed_point_unchanged():
     assert distance(damped, undamped) < 1e-11
 
 
+def test_damping_is_the_share_of_the_fresh_state():
+    model, tokens, targets = tiny()
+
+    def first_block(damping: float) -> float:
+        settings = EPSettings(beta=1e-4, rounds=1, damping=damping, **EXACT)
+        return ep_gradient(model, tokens, targets, settings).diagnostics.displacement_ratio[0]
+
+    # Block 1 starts at o_1 and its input is clamped: one round moves it by eta g d.
+    assert first_block(0.25) == pytest.approx(0.25 * first_block(1.0), rel=1e-3)
+
+
 def test_error_of_k_rounds_shrinks_by_one_order_of_the_nudge_per_round():
     model, tokens, targets = tiny()
     betas = [4e-2, 2e-2, 1e-2]
