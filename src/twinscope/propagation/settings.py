@@ -111,3 +111,9 @@ class OptimizerSettings(Section):
     momentum: float = Field(default=0.95, ge=0, lt=1)
     final_lr_fraction: float = Field(default=0.0, ge=0, le=1)
     horizon: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _adamw_lr_belongs_to_muon(self) -> Self:
+        if self.kind == "adamw" and self.adamw_lr is not None:
+            raise ValueError("adamw_lr goes with kind = 'muon'; with kind = 'adamw' set lr")
+        return self
