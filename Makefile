@@ -31,9 +31,12 @@ check: setup
 bench: setup
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-# All named experiments, one after the other; one alone is `.venv/bin/twinscope train experiments/NAME.toml`.
+# All named experiments, one after the other; one alone is `.venv/bin/twinscope VERB experiments/NAME.toml`.
 experiments: setup
-	@for name in $(EXPERIMENTS); do $(BIN)/twinscope train experiments/$$name.toml || exit 1; done
+	@for name in $(EXPERIMENTS); do \
+	    case $$name in leak*) verb=leak ;; collapse*) verb=collapse ;; *) verb=train ;; esac; \
+	    $(BIN)/twinscope $$verb experiments/$$name.toml || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache

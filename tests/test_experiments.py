@@ -1,0 +1,21 @@
+"""Every named experiment is a valid configuration of its verb."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from twinscope.lab.config import read_config
+from twinscope.propagation.collapse_config import CollapseConfig
+from twinscope.propagation.config import TrainConfig
+from twinscope.propagation.leak_config import LeakConfig
+
+FILES = sorted((Path(__file__).parents[1] / "experiments").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_it_reads(path):
+    schemas = {"leak": LeakConfig, "collapse": CollapseConfig}
+    config = read_config(path, schemas.get(path.stem.partition("-")[0], TrainConfig))
+    assert config.name == path.stem
