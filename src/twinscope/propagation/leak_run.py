@@ -106,8 +106,9 @@ def leak(prepared: Prepared, run: Run, quiet: bool = False) -> dict[str, Any]:
     seconds = None if settings.minutes is None else 60.0 * settings.minutes
     budget = Budget(process_mib=settings.memory_mib, seconds=seconds)
 
+    require_same_data(run, prepared.data)
+
     def work() -> Findings:
-        require_same_data(run, prepared.data)
         ledger = Ledger(run.rows, run.append)
         with Progress(config.name, quiet) as progress:
 

@@ -118,7 +118,8 @@ def saved_config(run: Run) -> TrainConfig:
 def base_checkpoint(config: TrainConfig, data: Dataset, quiet: bool) -> Path:
     """The run that trains ``[base]`` by backpropagation, made once and kept in the cache.
 
-    The cache's key covers shape, text, optimizer, seed, steps and batch: whatever the weights depend on.
+    The cache's key covers shape, text, optimizer, seed, steps, batch, threads, device and torch's version:
+    whatever the weights depend on.
     """
     assert config.base is not None
     settings = config.train.model_copy(
@@ -140,7 +141,8 @@ def base_checkpoint(config: TrainConfig, data: Dataset, quiet: bool) -> Path:
         }
     )
     decisive = base.model_dump_json(include={"model", "data", "optimizer"})
-    identity = f"{decisive} {data.hashes} {config.base.seed} {config.base.steps} {torch.__version__}"
+    numerics = f"{torch.__version__} {config.train.device} {config.train.threads}"
+    identity = f"{decisive} {data.hashes} {config.base.seed} {config.base.steps} {numerics}"
     root = cache_root() / "bases" / hashlib.sha256(identity.encode()).hexdigest()[:16]
     for info in list_runs(root):
         if info.status == "complete":
