@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from twinscope.lab.errors import ConfigError, RunFailed
-from twinscope.lab.schemas import LeakRow
+from twinscope.lab.schemas.leak import LeakRow
 from twinscope.lab.statistics import Interval, cross_fit_ratio, cross_fit_square, ratio_jackknife
 from twinscope.models.gpt import GPTConfig, build_gpt
 from twinscope.propagation import leak_passes, leak_selftest, paired

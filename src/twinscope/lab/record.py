@@ -1,6 +1,6 @@
 """The versioned record of a finished run: its schema, and refusal of everything else.
 
-Covers reading, checking and writing; the models of each verb are in schemas.py. The configuration and
+Covers reading, checking and writing; the models of each verb are in schemas/. The configuration and
 provenance inside a record are JSON objects of their own making and are not checked further. A number that
 does not exist is ``null`` with a sentence in ``<key>_reason`` beside it; NaN and Infinity are refused
 everywhere.
@@ -19,7 +19,9 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from twinscope.lab.errors import DataError
-from twinscope.lab.schemas import SCHEMAS, Envelope, Status
+from twinscope.lab.headlines import HEADLINES
+from twinscope.lab.schemas import SCHEMAS
+from twinscope.lab.schemas.parts import Envelope, Status
 
 VERSION = 1
 MAX_BYTES = 256 * 1024 * 1024
@@ -102,27 +104,8 @@ def headline(record: Record) -> str | None:
     """One line that says what came out, or why it did not; None where a verb has no such line."""
     if record.status != "complete":
         return record.reason
-    if record.verb == "train":
-        losses = {name: arm["val_loss"] for name, arm in record.summary["arms"].items()}
-        shown = [f"{name} {'none' if loss is None else format(loss, '.3f')}" for name, loss in losses.items()]
-        return f"held-out nats per token: {', '.join(shown)}"
-    if record.verb == "leak":
-        at_one = [row["projection"] for row in record.rows if row["gain"] == row["beta_sign"] == 1]
-        known = [value for value in at_one if value is not None]
-        if known:
-            span = f"{min(known):+.3f} to {max(known):+.3f}"
-            return f"leak at gain 1: projection {span} over {len(at_one)} blocks"
-    if record.verb == "collapse":
-        found = record.summary
-        if found["slope"] is None:
-            return f"no slope: {found['slope_reason']}"
-        low, high = found["slope_low"], found["slope_high"]
-        span = "" if low is None else f" [{low:.3f}, {high:.3f}]"
-        return (
-            f"slope {found['slope']:.3f}{span} over {found['n_points']} blocks of {found['n_models']} "
-            f"models; gain_low times ratio {found['constant']:.2f} unit roundoffs"
-        )
-    return None
+    line = HEADLINES.get(record.verb)
+    return None if line is None else line(record.summary, record.rows)
 
 
 def encode(value: Any, indent: int | None = None) -> bytes:

@@ -23,7 +23,7 @@ Row = dict[str, Any]
 def summarize(
     config: TrainConfig, rows: Sequence[Row], bytes_per_token: float | None, baselines: dict[str, float]
 ) -> dict[str, Any]:
-    """The summary of a complete run (see ``TrainSummary`` in lab/schemas.py)."""
+    """The summary of a complete run (see ``TrainSummary`` in lab/schemas/train.py)."""
     evals = [row for row in rows if row["kind"] == "eval"]
     reference = reference_arm(config)
     others = [arm.name for arm in config.arms if arm.name != reference]

@@ -34,6 +34,7 @@ from twinscope.propagation.phases import (
     top,
 )
 from twinscope.propagation.settings import EPSettings
+from twinscope.propagation.stages import stage
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,17 @@ def bp_gradient(
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     dtype = state_dtype(model)
     with torch.enable_grad():
-        with cast():
+        with stage("embedding"), cast():
             z = model.embed(tokens).to(dtype)
+        with stage("forward"), cast():
             for block in model.blocks:
                 z = block(z).to(dtype)
-            logits = model.readout(z)
-        loss = cost(logits.to(dtype), targets) / tokens.numel()
-    found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
+        with stage("readout"):
+            with cast():
+                logits = model.readout(z)
+            loss = cost(logits.to(dtype), targets) / tokens.numel()
+    with stage("backward"):  # of readout and embedding too: one graph spans all
+        found = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
     grads = GradientSum(model)
     grads.add(named, found)
     return Gradient(loss.item(), grads.result(), Diagnostics("bp", 0, None, (), [], [], None))
@@ -356,7 +361,9 @@ def _embedding_read(free: Free, adjoint: Tensor, names: ParameterNames, grads: G
     outer = [p for _, p in names.outer]
     if outer and free.embedded.requires_grad:
         cotangent = adjoint.to(free.embedded.dtype)
-        grads.add(names.outer, torch.autograd.grad(free.embedded, outer, cotangent, allow_unused=True))
+        with stage("embedding"):
+            found = torch.autograd.grad(free.embedded, outer, cotangent, allow_unused=True)
+        grads.add(names.outer, found)
 
 
 def _beta_for_displacement(settings: EPSettings, unit: Sequence[float], gain: Sequence[float]) -> float:

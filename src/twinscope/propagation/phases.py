@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from twinscope.models.decoder import Decoder
+from twinscope.propagation.stages import stage
 
 #: Makes the arithmetic of one forward: autocast for amp, nothing otherwise.
 Arithmetic = Callable[[], AbstractContextManager[object]]
@@ -98,25 +99,27 @@ def run_block(problem: Problem, index: int, z: Tensor) -> Local:
 
 def free_phase(problem: Problem) -> Free:
     """Forward pass block by block: ``z_l = o_l = f_l(z_{l-1})``."""
-    with torch.enable_grad(), problem.cast():
+    with stage("embedding"), torch.enable_grad(), problem.cast():
         embedded = problem.model.embed(problem.tokens)
     states = [embedded.detach().to(state_dtype(problem.model))]
     chain: list[Local] = []
-    for index in range(len(problem.model.blocks)):
-        chain.append(run_block(problem, index, states[-1]))
-        states.append(chain[-1].output.detach())
+    with stage("free"):
+        for index in range(len(problem.model.blocks)):
+            chain.append(run_block(problem, index, states[-1]))
+            states.append(chain[-1].output.detach())
     return Free(embedded, states, chain)
 
 
 def top(problem: Problem, z: Tensor, parameters: Sequence[Tensor] = ()) -> Top:
     """Cost of the readout at ``z`` = z_L, its adjoint, and the gradients of ``parameters`` (mean cost)."""
     leaf = z.detach().requires_grad_()
-    with torch.enable_grad():
-        with problem.cast():
-            logits = problem.model.readout(leaf)
-        cost = problem.cost(logits.to(z.dtype), problem.targets)
-    per_token = cost.new_tensor(1.0 / problem.count)
-    adjoint, *grads = torch.autograd.grad(cost, [leaf, *parameters], per_token, allow_unused=True)
+    with stage("readout"):
+        with torch.enable_grad():
+            with problem.cast():
+                logits = problem.model.readout(leaf)
+            cost = problem.cost(logits.to(z.dtype), problem.targets)
+        per_token = cost.new_tensor(1.0 / problem.count)
+        adjoint, *grads = torch.autograd.grad(cost, [leaf, *parameters], per_token, allow_unused=True)
     return Top(cost.detach(), adjoint, grads)
 
 
@@ -127,9 +130,10 @@ def force_sweep(chain: Sequence[Local], top_adjoint: Tensor, *, keep: bool = Fal
     so its VJP belongs to the read, where the embedding asks for it.
     """
     adjoints = [top_adjoint]
-    for local in reversed(chain[1:]):
-        found = torch.autograd.grad(local.output, local.input, adjoints[-1], retain_graph=keep)
-        adjoints.append(found[0])
+    with stage("forces"):
+        for local in reversed(chain[1:]):
+            found = torch.autograd.grad(local.output, local.input, adjoints[-1], retain_graph=keep)
+            adjoints.append(found[0])
     adjoints.reverse()
     return adjoints
 
@@ -161,11 +165,12 @@ def rebuild(
     """
     fresh = [states[0]]
     chain: list[Local] = []
-    for index, (factor, adjoint) in enumerate(zip(factors, adjoints, strict=True)):
-        local = first if index == 0 else run_block(problem, index, fresh[-1])
-        target = displace(index, local.output.detach(), adjoint, factor)
-        fresh.append(target if damping == 1 else torch.lerp(states[index + 1], target, damping))
-        chain.append(local)
+    with stage("rebuild"):
+        for index, (factor, adjoint) in enumerate(zip(factors, adjoints, strict=True)):
+            local = first if index == 0 else run_block(problem, index, fresh[-1])
+            target = displace(index, local.output.detach(), adjoint, factor)
+            fresh.append(target if damping == 1 else torch.lerp(states[index + 1], target, damping))
+            chain.append(local)
     return fresh, chain
 
 
@@ -180,7 +185,8 @@ def read_block(
     inputs = [local.input, *parameters] if through else list(parameters)
     if not inputs:
         return None, []
-    found = torch.autograd.grad(local.output, inputs, cotangent, retain_graph=keep, allow_unused=True)
+    with stage("read"):
+        found = torch.autograd.grad(local.output, inputs, cotangent, retain_graph=keep, allow_unused=True)
     return (found[0], list(found[1:])) if through else (None, list(found))
 
 

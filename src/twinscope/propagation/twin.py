@@ -41,6 +41,7 @@ from twinscope.propagation.config import ArmSettings, TrainConfig
 from twinscope.propagation.estimators import Gradient, bp_gradient, ep_gradient
 from twinscope.propagation.gates import amp_gate, fidelity_gate, is_finite, require
 from twinscope.propagation.optimizers import Optimizer, build_optimizer
+from twinscope.propagation.stages import stage
 from twinscope.text.batches import Batch, heldout_batches, train_batch
 from twinscope.text.datasets import Dataset
 
@@ -82,7 +83,8 @@ class Arm:
         began = time.perf_counter()
         found = self.gradient(self.model, tokens, targets, seed, step)
         if is_finite(found):
-            self.optimizer.step(found.grads, step)
+            with stage("optimizer"):
+                self.optimizer.step(found.grads, step)
             self.losses.append(found.loss)
             self.skipped_in_a_row = 0
         else:

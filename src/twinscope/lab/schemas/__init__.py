@@ -1,0 +1,21 @@
+"""What a record may hold, verb by verb: strict models of summaries and rows, one module for each verb.
+
+A verb is added by adding its two models to :data:`SCHEMAS`. Reading, checking and writing are in record.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from twinscope.lab.schemas.collapse import CollapsePoint, CollapseSummary
+from twinscope.lab.schemas.leak import LeakRow, LeakSummary
+from twinscope.lab.schemas.train import TrainRow, TrainSummary
+
+#: Verb -> (model of the summary, type of one row).
+SCHEMAS: dict[str, tuple[type[BaseModel], Any]] = {
+    "collapse": (CollapseSummary, CollapsePoint),
+    "leak": (LeakSummary, LeakRow),
+    "train": (TrainSummary, TrainRow),
+}
