@@ -34,7 +34,7 @@ bench: setup
 # All named experiments, one after the other; one alone is `.venv/bin/twinscope VERB experiments/NAME.toml`.
 experiments: setup
 	@for name in $(EXPERIMENTS); do \
-	    case $$name in leak*) verb=leak ;; collapse*) verb=collapse ;; *) verb=train ;; esac; \
+	    case $$name in cost*|frontier*) verb=cost ;; leak*) verb=leak ;; collapse*) verb=collapse ;; reuse*) verb=scan ;; *) verb=train ;; esac; \
 	    $(BIN)/twinscope $$verb experiments/$$name.toml || exit 1; \
 	done
 

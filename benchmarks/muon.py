@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from twinscope.lab.provenance import close, collect
 from twinscope.models.gpt import GPTConfig, build_gpt
-from twinscope.propagation.estimators import parameter_names
+from twinscope.propagation.gradients import parameter_names
 from twinscope.propagation.optimizers import NEWTON_SCHULZ_ITERATIONS, Optimizer, newton_schulz_flops
 from twinscope.propagation.settings import OptimizerSettings
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from twinscope.lab.record import load_record as load
     from twinscope.models.decoder import Decoder
     from twinscope.models.gpt import GPTConfig, build_gpt
+    from twinscope.models.streamed import open_streamed
     from twinscope.propagation.estimators import bp_gradient, ep_gradient
     from twinscope.propagation.leak import leak_spectrum
     from twinscope.propagation.settings import EPSettings
@@ -25,6 +26,7 @@ __all__ = [
     "ep_gradient",
     "leak_spectrum",
     "load",
+    "open_streamed",
 ]
 
 _HOMES = {
@@ -35,6 +37,7 @@ _HOMES = {
     "build_gpt": "twinscope.models.gpt",
     "ep_gradient": "twinscope.propagation.estimators",
     "leak_spectrum": "twinscope.propagation.leak",
+    "open_streamed": "twinscope.models.streamed",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 from twinscope.lab.budget import (
     Budget,
     available_mib,
+    cgroup_cpus,
     cgroup_limit_mib,
     peak_rss_mib,
     rss_mib,
     rss_parts_mib,
+    swapped_mib,
 )
 from twinscope.lab.errors import BudgetExceeded
 
@@ -190,3 +193,67 @@ def test_time_is_monotonic_and_continues_over_a_resume(monkeypatch: pytest.Monke
 def test_limits_that_limit_nothing_are_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be positive or None"):
         Budget(**limits)
+
+
+def test_a_stage_has_a_budget_of_its_own(machine: Path) -> None:
+    budget = Budget(seconds=1000.0, root=machine)
+    with budget.stage("calibration", 1e-6):
+        time.sleep(0.001)
+        with budget.stage("inner", None):
+            budget.check()
+        with pytest.raises(BudgetExceeded, match="the stage 'calibration' has taken 0 s") as raised:
+            budget.check()
+    budget.check()
+    assert (raised.value.kind, raised.value.limit) == ("time", 1e-6)
+
+
+def swapped(root: Path, pages: int) -> None:
+    tree(root, {"proc/vmstat": f"nr_free_pages 1\npswpin {pages}\npswpout {3 * pages}\n"})
+
+
+def test_only_swapping_that_lasts_is_a_reason_to_stop(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    page = os.sysconf("SC_PAGE_SIZE") / MIB
+    swapped(machine, 0)
+    budget = Budget(swap_mib_per_s=8.0, swap_seconds=10.0, root=machine)
+    done = 0
+
+    def after(seconds: float, mib_per_s: float) -> None:
+        nonlocal done
+        clock[0] += seconds
+        done += round(seconds * mib_per_s / page / 4)
+        swapped(machine, done)
+        budget.check()
+
+    after(60.0, 0.0)
+    for _ in range(4):  # bursts of 8 seconds with a second of rest between them
+        after(4.0, 50.0)
+        after(4.0, 50.0)
+        after(1.0, 1.0)
+    after(5.0, 50.0)
+    after(0.1, 50.0)  # too short a time to tell a rate
+    with pytest.raises(BudgetExceeded, match=r"has swapped for 10 s, 21 MiB/s in the end") as raised:
+        after(5.0, 20.0)
+    assert raised.value.kind == "swap"
+    assert raised.value.value == pytest.approx((0.1 * 50 + 5 * 20) / 5.1, rel=1e-3)
+
+
+def test_no_counter_of_swap_is_no_swapping(machine: Path) -> None:
+    assert swapped_mib(machine) is None
+    budget = Budget(swap_mib_per_s=1.0, root=machine)
+    budget.check()
+    swapped(machine, 256)
+    assert swapped_mib(machine) == 1024 * os.sysconf("SC_PAGE_SIZE") / MIB
+
+
+def test_processors_granted_by_control_groups(machine: Path) -> None:
+    assert cgroup_cpus(machine) is None
+    tree(machine, {"proc/self/cgroup": "2:cpu,cpuacct:/box\n0::/box\n"})
+    tree(machine, {"sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "-1\n"})
+    tree(machine, {"sys/fs/cgroup/cpu/box/cpu.cfs_period_us": "100000\n"})
+    assert cgroup_cpus(machine) is None
+    tree(machine, {"sys/fs/cgroup/cpu/box/cpu.cfs_quota_us": "250000\n"})
+    assert cgroup_cpus(machine) == 2.5
+    tree(machine, {"sys/fs/cgroup/cpu.max": "150000 100000\n"})
+    assert cgroup_cpus(machine) == 1.5

@@ -252,7 +252,7 @@ def test_a_verb_that_is_not_shown(record, build, monkeypatch):
 
     path = build(record)
     monkeypatch.delitem(page.CONTENT, "train")
-    with pytest.raises(ConfigError, match="is a 'train' run: the report shows 'leak', 'collapse' runs"):
+    with pytest.raises(ConfigError, match="is a 'train' run: the report shows 'leak', 'collapse'"):
         render([path])
 
 

@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from twinscope.cli import runs, training
+from twinscope.cli import cost, models, reuse, runs, training
 from twinscope.cli.outcome import complain
 from twinscope.lab.config import suggestion
 
@@ -48,12 +48,17 @@ VERBS = (
     training.train,
     training.leak,
     training.collapse,
+    cost.cost,
+    reuse.probe,
+    reuse.plan,
+    reuse.scan,
     runs.resume,
     runs.runs,
     runs.report,
 )
 for verb in VERBS:
     app.command()(verb)
+app.add_typer(models.app)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -82,9 +87,14 @@ def _usage_sentence(error: typer.TyperException) -> str:
     """What the parser objects to, in one sentence, with the nearest verb for a mistyped one."""
     message = str(getattr(error, "format_message", error.__str__)()).strip().rstrip(".")
     context = getattr(error, "ctx", None)
-    verb = f" {context.info_name}" if context is not None and context.parent is not None else ""
+    verb = ""
+    # Under a verb that has verbs of its own, those are the ones that were meant.
+    listed = getattr(context.command, "list_commands", None) if context is not None else None
+    known = listed(context) if listed is not None else []
+    while context is not None and context.parent is not None:
+        verb = f" {context.info_name}{verb}"
+        context = context.parent
     mistyped = re.match(r"No such command '([^']*)'", message)
     if mistyped:
-        known = [verb.__name__ for verb in VERBS]
         message = f"there is no verb '{mistyped[1]}'{suggestion(mistyped[1], known)}"
     return f"{message}; see twinscope{verb} --help"

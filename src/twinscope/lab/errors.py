@@ -41,7 +41,7 @@ class BudgetExceeded(Stopped):
     """A budget ran out: which one, how much was used, and how much was allowed.
 
     ``kind`` is ``"process_memory" | "available_memory" | "time" | "swap"``; ``value`` and ``limit``
-    are in MiB, or in seconds for time.
+    are in MiB, in seconds for time, and in MiB per second for swap.
     """
 
     def __init__(self, kind: str, value: float, limit: float, message: str) -> None:

@@ -38,9 +38,67 @@ def collapse(summary: Summary, rows: Rows) -> str:
     )
 
 
+def probe(summary: Summary, rows: Rows) -> str:
+    """Cores, memory and the fastest product; it says nothing about a model."""
+    fastest = max(item["gflop_per_s"] for item in summary["matmul"])
+    memory = min(summary["memory"]["total_mib"], summary["memory"]["limit_mib"] or float("inf"))
+    return (
+        f"{summary['cores']} cores, {memory:,.0f} MiB of memory, {fastest:.0f} GFLOP/s in fp32: "
+        "capacity of this machine, no statement about any model"
+    )
+
+
+def cost(summary: Summary, rows: Rows) -> str:
+    """Times and FLOPs of the numerator over the denominator, and whether the machine was quiet."""
+    step, flops = summary["train_step_ratio"], summary["flops"]["analytic_ratio"]
+    doubts = []
+    if not summary["windows_agree"]:
+        doubts.append("windows do not agree")
+    if not summary["controlled"]:
+        doubts.append("not controlled")
+    return (
+        f"{summary['numerator']}/{summary['denominator']}: training step {step['median']:.2f}× "
+        f"[{step['low']:.2f}, {step['high']:.2f}], FLOPs {flops:.2f}×"
+        f"{' (' + ', '.join(doubts) + ')' if doubts else ''}"
+    )
+
+
+def plan(summary: Summary, rows: Rows) -> str:
+    """What is fixed, under which seal."""
+    return (
+        f"{len(summary['pairs'])} pairs and {summary['texts']} texts of {summary['tokens']} tokens sealed as "
+        f"{summary['sealed'][:12]}, planned peak {summary['planned_peak_mib']:.0f} MiB"
+    )
+
+
+def scan(summary: Summary, rows: Rows) -> str:
+    """How many pairs reached which level, and the memory it took."""
+    levels = [pair["level"] for pair in summary["pairs"]]
+    counts = [f"{levels.count(level)} {level}" for level in dict.fromkeys(levels)]
+    planted = ", copies planted" if summary["planted"] else ""
+    return (
+        f"{len(levels)} pairs ({summary['weights']} weights{planted}): {', '.join(counts)}; peak "
+        f"{summary['peak_rss_mib']:.0f} MiB, planned {summary['planned_peak_mib']:.0f}"
+    )
+
+
+def check(summary: Summary, rows: Rows) -> str:
+    """Whether the streamed forward equals the library's, and by how much it differs."""
+    where = "parity" if summary["passed"] else f"no parity, first in {summary['first_part']}"
+    return (
+        f"{where}: final states within {summary['hidden_difference']:.1e}, losses within "
+        f"{summary['nll_difference']:.1e} nats ({summary['weights']} weights)"
+    )
+
+
 #: Verb -> its headline from summary and rows; a verb without one is left out.
 HEADLINES: dict[str, Callable[[Summary, Rows], str | None]] = {
     "train": train,
     "leak": leak,
+    "check": check,
     "collapse": collapse,
+    "cost": cost,
+    "plan": plan,
+    "probe": probe,
+    "scan": scan,
 }

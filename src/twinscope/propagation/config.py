@@ -22,6 +22,7 @@ class TrainSettings(Section):
     """Length, seeds and bookkeeping of a twin run; every interval is in optimizer steps.
 
     ``minutes`` and ``memory_mib`` stop a run so that it can be resumed; a resumed run gets them anew.
+    ``compile`` compiles the blocks of every arm (see compiling.py).
     """
 
     steps: int = Field(default=2000, ge=1)
@@ -32,6 +33,7 @@ class TrainSettings(Section):
     checkpoint_every: int = Field(default=500, ge=1)
     keep_checkpoints: int = Field(default=2, ge=1)
     precision: Literal["fp32", "fp64", "amp"] = "fp32"
+    compile: bool = False
     max_skipped_in_a_row: int = Field(default=10, ge=1)
     windows: int = Field(default=10, ge=1)
     device: str = "cpu"
@@ -56,7 +58,10 @@ class BaseSettings(Section):
 
 
 class ArmSettings(Section):
-    """One arm of a comparison: its name, its rule, and any key of ``[ep]`` to override."""
+    """One arm of a comparison: its name, its rule, and any key of ``[ep]`` to override.
+
+    An arm whose rule is bp takes ``recompute`` alone.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -70,9 +75,16 @@ class ArmSettings(Section):
                 raise ValueError(f"unknown key '{key}'{suggestion(key, list(EPSettings.model_fields))}")
             if key == "precision":
                 raise ValueError("'precision' belongs to [train]: it holds for every arm")
-            if self.rule == "bp":
+            if self.rule == "bp" and key != "recompute":
                 raise ValueError(f"'{key}' means nothing to an arm whose rule is bp")
+        if self.rule == "bp" and not isinstance(self.overrides.get("recompute", False), bool):
+            raise ValueError("'recompute' is true or false")
         return self
+
+    @property
+    def checkpointed(self) -> bool:
+        """Whether it backpropagates through graphs that are made again (gradient checkpointing)."""
+        return self.rule == "bp" and bool(self.overrides.get("recompute", False))
 
     @property
     def overrides(self) -> dict[str, Any]:

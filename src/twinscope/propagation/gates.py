@@ -13,7 +13,8 @@ from torch import Tensor
 
 from twinscope.lab.errors import ConfigError
 from twinscope.models.decoder import Decoder
-from twinscope.propagation.estimators import Gradient, bp_gradient, ep_gradient, parameter_names
+from twinscope.propagation.estimators import bp_gradient, ep_gradient
+from twinscope.propagation.gradients import Gradient, parameter_names
 from twinscope.propagation.settings import EPSettings
 
 #: Largest drop of the median block cosine that amp may cost before training in amp is refused.

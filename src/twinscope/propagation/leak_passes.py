@@ -23,9 +23,10 @@ from twinscope.lab.errors import RunFailed
 from twinscope.lab.statistics import ratio_jackknife
 from twinscope.models.decoder import Decoder
 from twinscope.propagation.block_vectors import GroupMeans, gram, sizes
-from twinscope.propagation.estimators import begin, parameter_names, unit_ratios
+from twinscope.propagation.gradients import parameter_names
 from twinscope.propagation.leak_config import LeakSettings
 from twinscope.propagation.leak_selftest import self_test
+from twinscope.propagation.nudged import begin, unit_ratios
 from twinscope.propagation.paired import (
     Batch,
     arm_vectors,

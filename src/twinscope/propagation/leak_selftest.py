@@ -22,7 +22,8 @@ from twinscope.lab.errors import RunFailed
 from twinscope.lab.statistics import Undefined, ratio_jackknife
 from twinscope.models.decoder import Decoder
 from twinscope.propagation.block_vectors import gram
-from twinscope.propagation.estimators import ParameterNames, Start, begin
+from twinscope.propagation.gradients import ParameterNames
+from twinscope.propagation.nudged import Start, begin
 from twinscope.propagation.paired import (
     Batch,
     Products,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from twinscope.lab.errors import DataError
 from twinscope.models.decoder import Decoder
-from twinscope.propagation.estimators import parameter_names
+from twinscope.propagation.gradients import parameter_names
 from twinscope.propagation.settings import OptimizerSettings
 
 #: AdamW's learning rate beside Muon where the settings name none.

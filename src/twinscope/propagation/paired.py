@@ -18,15 +18,9 @@ from torch import Tensor
 from twinscope.lab.errors import RunFailed
 from twinscope.models.decoder import Decoder
 from twinscope.propagation.block_vectors import flatten, gram
-from twinscope.propagation.estimators import (
-    GradientSum,
-    ParameterNames,
-    Start,
-    bp_gradient,
-    displacement_factors,
-    nudged_phase,
-    unit_ratios,
-)
+from twinscope.propagation.estimators import bp_gradient
+from twinscope.propagation.gradients import GradientSum, ParameterNames
+from twinscope.propagation.nudged import Start, displacement_factors, nudged_phase, unit_ratios
 from twinscope.propagation.phases import Displace, displaced
 from twinscope.propagation.settings import EPSettings
 
@@ -63,7 +57,7 @@ def arm_vectors(
     sums = GradientSum(start.problem.model)
     factors = displacement_factors(start, gain, sign, beta)
     nudged_phase(
-        start, settings, factors, sums, diagnose=False, keep_first=True, outer=False, displace=displace
+        start, settings, factors, sums, diagnose=False, keep_start=True, outer=False, displace=displace
     )
     return [flatten(sums.found, group) for group in start.names.blocks]
 

@@ -12,15 +12,18 @@ Legend: L blocks; states ``z_0 … z_L`` and adjoints ``a_1 … a_L`` are (B, T,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.func import functional_call
 
-from twinscope.models.decoder import Decoder
+from twinscope.lab.errors import ConfigError
+from twinscope.models.decoder import Decoder, check_decoder
 from twinscope.propagation.stages import stage
 
 #: Makes the arithmetic of one forward: autocast for amp, nothing otherwise.
@@ -63,21 +66,54 @@ class Problem:
         return self.tokens.numel()
 
 
+def problem_of(model: Decoder, tokens: Tensor, targets: Tensor, precision: str, cost: Cost) -> Problem:
+    """The problem of one batch, ``tokens`` and ``targets`` (B, T) int64.
+
+    Raises:
+        ConfigError: see :func:`check_request`.
+    """
+    check_request(model, tokens, targets, precision)
+    return Problem(model, tokens, targets, cost, arithmetic(precision, tokens.device))
+
+
+def check_request(model: Decoder, tokens: Tensor, targets: Tensor, precision: str) -> None:
+    """Raise ConfigError unless an estimator can work on this decoder, batch and precision."""
+    check_decoder(model)
+    if tokens.dim() != 2 or not tokens.numel() or targets.shape[:2] != tokens.shape:
+        raise ConfigError(
+            f"tokens are {tuple(tokens.shape)} and targets {tuple(targets.shape)}: "
+            "give one batch of token ids (B, T), not empty, and a target for each"
+        )
+    if not any(p.requires_grad for _, p in model.named_parameters()):
+        raise ConfigError("every parameter is frozen: there is no gradient to compute")
+    if precision == "fp64" and any(p.dtype != torch.float64 for _, p in model.named_parameters()):
+        raise ConfigError(
+            "precision fp64 needs a model whose parameters are float64: call model.double() first, "
+            "or set precision = 'fp32'"
+        )
+
+
 @dataclass(frozen=True)
 class Local:
-    """One block's own graph, ``output = block(input)``; no graph ever spans two blocks."""
+    """One block's own graph, from a leaf to where its output stood; no graph ever spans two blocks.
+
+    The output's value is not held, so it lives no longer than somebody needs it.
+    """
 
     input: Tensor  # (B, T, C), a leaf
-    output: Tensor  # (B, T, C), a function of the leaf and of the block's parameters
+    output: GradientEdge  # of the block's output (B, T, C)
 
 
 @dataclass(frozen=True)
 class Free:
-    """The free phase: ``states[l] = o_l`` for l = 0 … L, and the graph each was made by."""
+    """The free phase: ``states[l] = o_l`` for l = 0 … L, and the graph each was made by.
+
+    A graph that is None is made again from its block's input when its turn comes.
+    """
 
     embedded: Tensor  # z_0 with its graph to the embedding's parameters
     states: list[Tensor]
-    locals: list[Local]  # of blocks 1 … L
+    locals: list[Local | None]  # of blocks 1 … L
 
 
 @dataclass(frozen=True)
@@ -89,24 +125,49 @@ class Top:
     grads: Sequence[Tensor | None]
 
 
-def run_block(problem: Problem, index: int, z: Tensor) -> Local:
-    """Run block ``index`` (from 0) on a detached ``z`` (B, T, C), keeping its graph."""
+def run_block(problem: Problem, index: int, z: Tensor) -> Tensor:
+    """The output (B, T, C) of block ``index`` (from 0) at ``z`` (B, T, C), without a graph."""
+    with torch.no_grad(), problem.cast():
+        return problem.model.blocks[index](z).to(z.dtype)
+
+
+def trace_block(problem: Problem, index: int, z: Tensor, *, weights: bool) -> tuple[Tensor, Local]:
+    """As :func:`run_block`, with the block's graph: to its input, with ``weights`` to its parameters too.
+
+    A graph that serves forces alone needs no parameter in it. It then keeps fewer activations, and a compiled
+    block computes no parameter's gradient only to drop it.
+    """
+    block = problem.model.blocks[index]
     leaf = z.detach().requires_grad_()
     with torch.enable_grad(), problem.cast():
-        output = problem.model.blocks[index](leaf)
-    return Local(leaf, output.to(leaf.dtype))
+        if weights:
+            output = block(leaf)
+        else:
+            frozen = {name: parameter.detach() for name, parameter in block.named_parameters()}
+            output = functional_call(block, frozen, (leaf,), tie_weights=False)
+        output = output.to(leaf.dtype)
+    return output.detach(), Local(leaf, get_gradient_edge(output))
 
 
-def free_phase(problem: Problem) -> Free:
-    """Forward pass block by block: ``z_l = o_l = f_l(z_{l-1})``."""
+def free_phase(problem: Problem, *, recompute: bool = False, weights: bool = False) -> Free:
+    """Forward pass block by block: ``z_l = o_l = f_l(z_{l-1})``.
+
+    Graphs reach the parameters of block 1, whose free pass the read uses, and with ``weights`` of all blocks.
+    With ``recompute`` only block L keeps its graph, which is the first to be used.
+    """
     with stage("embedding"), torch.enable_grad(), problem.cast():
         embedded = problem.model.embed(problem.tokens)
     states = [embedded.detach().to(state_dtype(problem.model))]
-    chain: list[Local] = []
+    chain: list[Local | None] = []
+    last = len(problem.model.blocks) - 1
     with stage("free"):
-        for index in range(len(problem.model.blocks)):
-            chain.append(run_block(problem, index, states[-1]))
-            states.append(chain[-1].output.detach())
+        for index in range(last + 1):
+            if recompute and index < last:
+                output, local = run_block(problem, index, states[-1]), None
+            else:
+                output, local = trace_block(problem, index, states[-1], weights=weights or index == 0)
+            states.append(output)
+            chain.append(local)
     return Free(embedded, states, chain)
 
 
@@ -123,17 +184,27 @@ def top(problem: Problem, z: Tensor, parameters: Sequence[Tensor] = ()) -> Top:
     return Top(cost.detach(), adjoint, grads)
 
 
-def force_sweep(chain: Sequence[Local], top_adjoint: Tensor, *, keep: bool = False) -> list[Tensor]:
+def force_sweep(
+    problem: Problem,
+    states: Sequence[Tensor],
+    chain: list[Local | None],
+    top_adjoint: Tensor,
+    *,
+    keep: bool = False,
+) -> list[Tensor]:
     """Adjoints ``a_1 … a_L`` from the top down, ``a_{l-1} = J_lᵀ a_l``, one VJP per block L … 2.
 
-    Uses up the graphs of blocks 2 … L unless ``keep``. Block 1's stays in any case: its input is clamped,
-    so its VJP belongs to the read, where the embedding asks for it.
+    Graphs that ``chain`` lacks are made again at ``states`` (z_0 … z_L). Unless ``keep``, those of blocks
+    L … 2 are taken out of ``chain``, each dropped as soon as its VJP is taken. Block 1's stays in any case:
+    its input is clamped, so its VJP belongs to the read, where the embedding asks for it.
     """
     adjoints = [top_adjoint]
     with stage("forces"):
-        for local in reversed(chain[1:]):
-            found = torch.autograd.grad(local.output, local.input, adjoints[-1], retain_graph=keep)
-            adjoints.append(found[0])
+        for index in reversed(range(1, len(chain))):
+            local = chain[index] if keep else chain.pop()
+            if local is None:
+                _, local = trace_block(problem, index, states[index], weights=False)
+            adjoints.extend(torch.autograd.grad([local.output], local.input, adjoints[-1], retain_graph=keep))
     adjoints.reverse()
     return adjoints
 
@@ -147,31 +218,51 @@ def displaced(index: int, output: Tensor, adjoint: Tensor, factor: float) -> Ten
     return torch.add(output, adjoint, alpha=factor)
 
 
+@dataclass(frozen=True)
+class Rebuilt:
+    """One block of a round: its adjoint, its output, the state that was made of them, and its graph."""
+
+    index: int  # of the block, from 0
+    adjoint: Tensor  # a_l
+    output: Tensor  # o_l = f_l(z_{l-1})
+    state: Tensor  # z_l
+    local: Local | None
+
+
 def rebuild(
     problem: Problem,
-    states: Sequence[Tensor],
-    first: Local,
+    states: list[Tensor],
+    first: tuple[Tensor, Local | None],
     factors: Sequence[float],
-    adjoints: Sequence[Tensor],
+    adjoints: list[Tensor],
     damping: float,
     displace: Displace = displaced,
-) -> tuple[list[Tensor], list[Local]]:
-    """One round, bottom up: ``z_l <- (1 - eta) z_l + eta (f_l(z_{l-1}) + g_l d_l)``.
+    *,
+    traced: Sequence[bool],
+    weights: bool,
+) -> Iterator[Rebuilt]:
+    """One round, bottom up, block by block: ``z_l <- (1 - eta) z_l + eta (f_l(z_{l-1}) + g_l d_l)``.
 
     ``factors[l-1] = -g_l beta N`` turns ``a_l`` into ``g_l d_l``. Block 1 is not run again: its input is
-    clamped, so ``first`` already holds ``f_1(z_0)``. ``displace`` can be replaced by one with a known
-    defect, to see whether an instrument finds it. Returns the states z_0 … z_L and the graphs of
-    blocks 1 … L at them.
+    clamped, so ``first`` holds ``f_1(z_0)`` and perhaps its graph. ``displace`` can be replaced by one with a
+    known defect, to see whether an instrument finds it. ``traced`` says which blocks get a graph, and
+    ``weights`` whether it reaches their parameters.
+
+    ``states`` (z_0 … z_L) and ``adjoints`` (a_1 … a_L) are emptied on the way: none outlives its use.
     """
-    fresh = [states[0]]
-    chain: list[Local] = []
-    with stage("rebuild"):
-        for index, (factor, adjoint) in enumerate(zip(factors, adjoints, strict=True)):
-            local = first if index == 0 else run_block(problem, index, fresh[-1])
-            target = displace(index, local.output.detach(), adjoint, factor)
-            fresh.append(target if damping == 1 else torch.lerp(states[index + 1], target, damping))
-            chain.append(local)
-    return fresh, chain
+    below = states.pop(0)
+    for index, (factor, trace) in enumerate(zip(factors, traced, strict=True)):
+        adjoint, old = adjoints.pop(0), states.pop(0)
+        with stage("rebuild"):
+            if index == 0:
+                output, local = first
+            elif trace:
+                output, local = trace_block(problem, index, below, weights=weights)
+            else:
+                output, local = run_block(problem, index, below), None
+            target = displace(index, output, adjoint, factor)
+            below = target if damping == 1 else torch.lerp(old, target, damping)
+        yield Rebuilt(index, adjoint, output, below, local)
 
 
 def read_block(
@@ -186,7 +277,7 @@ def read_block(
     if not inputs:
         return None, []
     with stage("read"):
-        found = torch.autograd.grad(local.output, inputs, cotangent, retain_graph=keep, allow_unused=True)
+        found = torch.autograd.grad([local.output], inputs, cotangent, retain_graph=keep, allow_unused=True)
     return (found[0], list(found[1:])) if through else (None, list(found))
 
 

@@ -52,7 +52,9 @@ class EPSettings(Section):
     """How one gradient is estimated by equilibrium propagation (METHOD 1.1 to 1.3).
 
     Exactly one of ``beta`` (the nudge strength itself) and ``displacement`` (the largest
-    ``g_l * RMS(d_l) / RMS(z_l)`` over the blocks, from which beta follows) sets the nudge.
+    ``g_l * RMS(d_l) / RMS(z_l)`` over the blocks, from which beta follows) sets the nudge. ``recompute``
+    keeps states without graphs and makes each block's graph again when its turn comes: less memory, more
+    time, the same gradient.
     """
 
     beta: float | None = Field(default=None, gt=0, le=1e9)
@@ -64,6 +66,7 @@ class EPSettings(Section):
     damping: float = Field(default=1.0, gt=0, le=1)
     top_refresh: int = Field(default=1, ge=1)
     precision: Literal["fp32", "fp64", "amp"] = "fp32"
+    recompute: bool = False
     gain: GainSettings = Field(default_factory=GainSettings)
 
     @model_validator(mode="before")

@@ -37,9 +37,11 @@ from twinscope.models.decoder import Decoder, forward
 from twinscope.models.gpt import GPT
 from twinscope.models.source import Initial
 from twinscope.models.weights import load_into, model_tensors
+from twinscope.propagation.compiling import compile_blocks
 from twinscope.propagation.config import ArmSettings, TrainConfig
-from twinscope.propagation.estimators import Gradient, bp_gradient, ep_gradient
+from twinscope.propagation.estimators import bp_gradient, ep_gradient
 from twinscope.propagation.gates import amp_gate, fidelity_gate, is_finite, require
+from twinscope.propagation.gradients import Gradient
 from twinscope.propagation.optimizers import Optimizer, build_optimizer
 from twinscope.propagation.stages import stage
 from twinscope.text.batches import Batch, heldout_batches, train_batch
@@ -53,7 +55,7 @@ def estimator(config: TrainConfig, arm: ArmSettings) -> Estimator:
     """The gradient function of one arm."""
     if arm.rule == "bp":
         return lambda model, tokens, targets, seed, step: bp_gradient(
-            model, tokens, targets, precision=config.train.precision
+            model, tokens, targets, precision=config.train.precision, recompute=arm.checkpointed
         )
     settings = config.ep_settings(arm)
     return lambda model, tokens, targets, seed, step: ep_gradient(
@@ -171,6 +173,8 @@ class _Seed:
     def _arm(self, settings: ArmSettings) -> Arm:
         dtype = torch.float64 if self.config.train.precision == "fp64" else torch.float32
         model = self.initial.build(self.seed, dtype, self.device)
+        if self.config.train.compile:
+            compile_blocks(model)
         optimizer = build_optimizer(model, self.config.optimizer, self.config.train.steps)
         return Arm(settings, estimator(self.config, settings), model, optimizer)
 

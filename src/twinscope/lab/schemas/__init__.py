@@ -9,13 +9,23 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from twinscope.lab.schemas.check import CheckRow, CheckSummary
 from twinscope.lab.schemas.collapse import CollapsePoint, CollapseSummary
+from twinscope.lab.schemas.cost import CostRow, CostSummary
 from twinscope.lab.schemas.leak import LeakRow, LeakSummary
+from twinscope.lab.schemas.plan import PlanRow, PlanSummary
+from twinscope.lab.schemas.probe import ProbeRow, ProbeSummary
+from twinscope.lab.schemas.scan import ScanRow, ScanSummary
 from twinscope.lab.schemas.train import TrainRow, TrainSummary
 
 #: Verb -> (model of the summary, type of one row).
 SCHEMAS: dict[str, tuple[type[BaseModel], Any]] = {
+    "check": (CheckSummary, CheckRow),
     "collapse": (CollapseSummary, CollapsePoint),
+    "cost": (CostSummary, CostRow),
     "leak": (LeakSummary, LeakRow),
+    "plan": (PlanSummary, PlanRow),
+    "probe": (ProbeSummary, ProbeRow),
+    "scan": (ScanSummary, ScanRow),
     "train": (TrainSummary, TrainRow),
 }
