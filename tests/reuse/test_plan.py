@@ -22,10 +22,10 @@ from twinscope.lab.errors import ConfigError, DataError
 from twinscope.lab.record import load_record
 from twinscope.models.origin import file_sha256, write_origin
 from twinscope.reuse import plan_run
+from twinscope.reuse.identity import identify
 from twinscope.reuse.plan import (
     PLAN_FILE,
     choose_pairs,
-    identify,
     load_plan,
     neuron_layers,
     pair_of,

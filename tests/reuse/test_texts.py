@@ -131,9 +131,7 @@ def test_files_are_one_text_each_and_never_padded(tmp_path):
     assert chosen[0].text == "the state of union is strong and people"
 
     longer = settings.model_copy(update={"tokens": 9})
-    with pytest.raises(
-        DataError, match=r"0\.txt is shorter than the window of 9 tokens, and texts are"
-    ):
+    with pytest.raises(DataError, match=r"0\.txt is shorter than the window of 9 tokens, and texts are"):
         choose_texts(longer, codec, 0)
     copied = settings.model_copy(update={"heldout_files": [paths[2], paths[0]]})
     with pytest.raises(DataError, match=r"calibration-0 .* and heldout-1 .* share 100%"):

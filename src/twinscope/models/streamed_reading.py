@@ -109,6 +109,8 @@ class WeightReader:
         if not self._stop:
             yield
             return
+        if self.files.closed:
+            raise ValueError(f"the model in {self.files.place} is closed")
         self.limit.begin()
         threads = self._threads()
         if self.team.size != threads:

@@ -23,8 +23,8 @@ class Team:
     """``size`` threads that wait for work; ``close()`` ends them. A team of one is the calling thread."""
 
     def __init__(self, size: int) -> None:
-        self.size = size
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.size = size
         if size == 1:
             return
         ready = threading.Barrier(size + 1)
@@ -42,6 +42,9 @@ class Team:
             for _ in range(self.size):
                 self._jobs.put(None)
         self.size = 1
+
+    def __del__(self) -> None:
+        self.close()
 
     def each(self, items: Iterable[Item], work: Callable[[Item], Result]) -> Iterator[Result]:
         """The results of ``work`` in the order of ``items``; at most ``size + 1`` items are under way.

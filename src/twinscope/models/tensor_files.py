@@ -73,6 +73,11 @@ class TensorFiles:
         for opened in files.values():
             os.close(opened.descriptor)
 
+    @property
+    def closed(self) -> bool:
+        """Whether ``close()`` was called."""
+        return not self._files
+
     def __contains__(self, name: object) -> bool:
         return name in self._entries
 

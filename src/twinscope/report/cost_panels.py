@@ -32,6 +32,8 @@ _PAPER, _RULE = PALETTE["paper"][0], PALETTE["rule"][0]
 _TIME, _FLOPS = PALETTE["arm-1"][0], PALETTE["arm-2"][0]
 _PUBLISHED, _CLAIM = PALETTE["arm-3"][0], PALETTE["arm-5"][0]
 _TINT = 0.75
+#: Share of the axis that bars and intervals may take before the number behind them.
+_REACH = 0.8
 _SHORTHAND: dict[str, Any] = {"color": MUTED, "marker": "x", "markersize": 5.5, "linestyle": ""}
 _OTHER: dict[str, Any] = {"color": _PUBLISHED, "marker": "D", "markersize": 5.0, "linestyle": ""}
 
@@ -293,7 +295,8 @@ def _draw_bar(axes: Axes, bar: Bar, place: float, colours: Mapping[str, str], li
         interval(axes, bar.low, bar.high, place, (0.0, limit), INK)
     if bar.value is not None:
         axes.plot([bar.value], [place], color=INK, marker="o", markersize=4.0, linestyle="")
-    reach = max([*bar.places, min(bar.high or 0.0, limit)])
+    # An interval that reaches to the end of the axis leaves the number its room.
+    reach = max([*bar.places, min(bar.high or 0.0, _REACH * limit)])
     write_beside(axes, (reach, place), bar.text)
 
 

@@ -141,7 +141,7 @@ def _draw_point(axes: Axes, row: Row, scale: Scale) -> None:
         [counted],
         [height],
         marker=marker,
-        markersize=3.6,
+        markersize=3.6 if row["measured_ratio"] is not None else 5.2,
         markerfacecolor=_PAPER,
         markeredgewidth=0.8,
         **hollow,
@@ -185,6 +185,8 @@ def _key(axes: Axes, rows: Sequence[Row], scale: Scale) -> None:
         if any(row["rounds"] == rounds for row in rows)
     ]
     colours.append(Line2D([], [], markersize=3.6, markerfacecolor=_PAPER, label="FLOPs", **thin))
+    if any(row["rounds"] and not row["valid"] for row in rows):
+        colours.append(Line2D([], [], color=_RULE, marker="o", label="not EP", **solid))
     kinds = {_kind(row) for row in rows if row["rounds"]}
     markers = [
         Line2D([], [], color=MUTED, marker=marker, label=name, **solid)

@@ -95,6 +95,7 @@ def write_beside(axes: Axes, place: tuple[float, float], text: str) -> None:
         va="center",
         color=INK,
         size=SMALL_TEXT,
+        bbox=_CLEAR,
         annotation_clip=False,
     )
 

@@ -21,6 +21,17 @@ from twinscope.lab.record import Record, decode, load_record, validate
 from twinscope.lab.run import run_info
 
 Row = dict[str, Any]
+_COST_KINDS = (
+    "window",
+    "parts",
+    "overhead",
+    "memory",
+    "count",
+    "fidelity",
+    "frontier_count",
+    "frontier_cost",
+    "frontier",
+)
 
 
 @dataclass(frozen=True)
@@ -204,8 +215,9 @@ def _from_journal(path: Path, verb: str) -> tuple[Record, int]:
         provenance = {}
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path / 'provenance.json'}: {error}") from None
-    # Only in a journal of ``train`` are the rows those of the record.
-    shown = [row for row in rows if verb == "train" and row.get("kind") in ("eval", "gate", "amp_gate")]
+    # Of other verbs the journal has rows that the record has not.
+    kept = {"train": ("eval", "gate", "amp_gate"), "cost": _COST_KINDS}.get(verb, ())
+    shown = [row for row in rows if row.get("kind") in kept]
     # Checked as the record of a stopped run, whose summary may lack anything.
     record = validate(
         {

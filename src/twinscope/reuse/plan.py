@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,11 +23,10 @@ from torch import Tensor
 
 from twinscope.lab.config import suggestion
 from twinscope.lab.errors import ConfigError, DataError
-from twinscope.lab.evidence import Weights
 from twinscope.lab.record import decode, encode
-from twinscope.models.origin import content_sha256, file_sha256, read_origin
 from twinscope.reuse.branches import KINDS, NORMS, Comparison, Kind, both_ways
 from twinscope.reuse.decision import Thresholds
+from twinscope.reuse.identity import Identity
 from twinscope.reuse.nulls import layer_of
 from twinscope.reuse.reuse_config import Budgets, ReuseConfig, Rule, split_pair
 from twinscope.reuse.texts import Passage, Split, TextCodec
@@ -47,11 +45,7 @@ NULLS = (
     "self: the reference itself, which must give exactly 0",
 )
 _MAX_BYTES = 16 << 20
-#: The files of a model's folder that decide what it computes and how text is read.
-_WEIGHTS = ".safetensors"
-_FILES = (f"*{_WEIGHTS}", "*.index.json", "config.json", "tokenizer.json", "tokenizer_config.json")
 _LAYERS_OF_NEURONS = 4
-_NORM = re.compile(r"(norm|\.ln_\w+)\.weight$")
 
 
 @dataclass(frozen=True)
@@ -64,17 +58,6 @@ class Pair:
     right: str
     comparisons: tuple[Comparison, Comparison]
     exploratory: bool = False
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What the weights in a folder are: hashes of files and of all, the kind, and who says so."""
-
-    sha256: str
-    files: dict[str, str]
-    weights: Weights
-    planted: bool
-    told_by: str
 
 
 @dataclass(frozen=True)
@@ -356,41 +339,6 @@ def load_plan(path: Path, sealed: str | None = None) -> Plan:
         raise DataError(f"{path} is damaged: make the plan again") from None
 
 
-def identify(folder: Path, stated: Weights | None = None) -> Identity:
-    """Hash the files of a model's folder, and tell what its weights are.
-
-    ``twinscope.json`` tells where its hashes still hold; else ``stated``; else weights of which every norm
-    gain is constant, as initialisation leaves it, count as random, and others as released.
-
-    Raises:
-        ConfigError: ``stated`` contradicts ``twinscope.json``.
-        DataError: the folder cannot be read or holds no weights.
-    """
-    names = sorted({path.name for pattern in _FILES for path in folder.glob(pattern)})
-    try:
-        files = {name: file_sha256(folder / name) for name in names}
-    except OSError as error:
-        raise DataError(f"cannot read {error.filename}: {error.strerror}") from None
-    if not any(name.endswith(_WEIGHTS) for name in files):
-        raise DataError(f"{folder} holds no .safetensors file: give the folder of a model")
-    sha256 = content_sha256(files)
-    origin = read_origin(folder)
-    weights_files = {name: digest for name, digest in files.items() if name.endswith(_WEIGHTS)}
-    if origin is not None and weights_files.items() <= origin.files.items():
-        weights, planted = origin.evidence
-        if stated not in (None, weights):
-            raise ConfigError(
-                f"model.weights = '{stated}', but {folder} says that its weights are {origin.weights}: leave "
-                "model.weights out"
-            )
-        return Identity(sha256, files, weights, planted, "twinscope.json")
-    if stated is not None:
-        return Identity(sha256, files, stated, False, "the configuration")
-    if _as_initialised(folder):
-        return Identity(sha256, files, "random", False, "norm gains that are all as initialised")
-    return Identity(sha256, files, "released", False, "nobody; norm gains are not as initialised")
-
-
 def require_same_model(plan: Plan, identity: Identity) -> None:
     """Return if the model is the one that was sealed.
 
@@ -446,19 +394,6 @@ def _near(site: str, known: list[str]) -> list[str]:
         return [name for name in known if layer_of(name) == layer_of(site)] or known[: len(KINDS)]
     except ValueError:
         return known[: len(KINDS)]
-
-
-def _as_initialised(folder: Path) -> bool:
-    """Whether every norm gain of the model is one constant; False if it has none."""
-    from twinscope.models.tensor_files import open_tensors
-
-    with open_tensors(folder) as tensors:
-        norms = [name for name in tensors.names if _NORM.search(name)]
-        return bool(norms) and all(_constant(tensors.read(name)) for name in norms)
-
-
-def _constant(values: Tensor) -> bool:
-    return bool(values.eq(values.flatten()[0]).all())
 
 
 def _canonical(value: Any) -> bytes:

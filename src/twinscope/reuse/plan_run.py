@@ -26,11 +26,11 @@ from twinscope.models.library import FETCHED, model_folder, models_root
 from twinscope.models.origin import is_whole
 from twinscope.models.streamed import open_streamed
 from twinscope.reuse.apart import call_apart, required
+from twinscope.reuse.identity import identify
 from twinscope.reuse.plan import (
     PLAN_FILE,
     Plan,
     choose_pairs,
-    identify,
     load_plan,
     make_content,
     plan_bytes,

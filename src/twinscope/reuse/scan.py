@@ -18,6 +18,7 @@ from torch import Tensor
 from twinscope.lab.errors import DataError
 from twinscope.lab.provenance import utc_now
 from twinscope.lab.run import Run
+from twinscope.models.streamed_reading import BLOCK_BYTES
 from twinscope.models.weights import load_tensors, save_tensors
 from twinscope.reuse.branches import HEAD_ROWS, Calibration, Comparison, calibrate, compare
 from twinscope.reuse.decision import judge
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from twinscope.models.streamed import StreamedLM
 
 _MIB = 1024 * 1024
+#: Blocks of logits that exist at once: two threads' own, and about as much in float64 and sorted.
+_LOGITS = 4
 HELDOUT_OPENED = "heldout-opened"
 CALIBRATED = "calibration-decided"
 
@@ -206,7 +209,8 @@ def planned_mib(lm: StreamedLM, pairs: Sequence[Pair], passages: Sequence[Passag
     """The planned peak of a scan in MiB: that of a streamed pass, and what comparisons hold beside it.
 
     Beside it stand the residuals of every site of one split; of one comparison the outputs of its variants,
-    twice in float64 for one text, and the rows that go through the head together.
+    twice in float64 for one text, and the rows that go through the head together, with the logits of a block
+    of the vocabulary and what is computed of them.
     """
     tokens = len(passages[0].ids)
     texts = max(sum(passage.split == split for passage in passages) for split in SPLITS)
@@ -216,7 +220,8 @@ def planned_mib(lm: StreamedLM, pairs: Sequence[Pair], passages: Sequence[Passag
     values = lm.width * (len(sites) * texts * tokens + variants * texts * tokens + 4 * tokens + rows)
     heads = int(getattr(lm.config, "num_attention_heads", 1))
     attention = variants * texts * heads * tokens**2 if any(p.kind != "mlp" for p in pairs) else 0
-    return lm.plan_mib(texts, tokens) + 4 * (values + attention) / _MIB
+    logits = _LOGITS * rows * BLOCK_BYTES // (4 * lm.width)
+    return lm.plan_mib(texts, tokens) + 4 * (values + attention + logits) / _MIB
 
 
 def _comparisons(scan: Scan) -> Iterator[tuple[int, int, Pair, Comparison]]:

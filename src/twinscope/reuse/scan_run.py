@@ -28,11 +28,11 @@ from twinscope.lab.run import Run
 from twinscope.models.parity import find_parity
 from twinscope.models.streamed import StreamedLM, open_streamed
 from twinscope.reuse.apart import call_apart
+from twinscope.reuse.identity import identify
 from twinscope.reuse.plan import (
     PLAN_FILE,
     Pair,
     Plan,
-    identify,
     load_plan,
     pair_of,
     plan_bytes,
