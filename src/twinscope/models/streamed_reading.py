@@ -22,9 +22,11 @@ from twinscope.models.streamed_budget import MIB, PassLimit
 from twinscope.models.streamed_team import Team
 from twinscope.models.tensor_files import PIECE_BYTES, TensorFiles
 
-#: Bytes of a block in float32: small enough to stay in the cache between conversion and product, and large
-#: enough that a product is worth the handing over.
-BLOCK_BYTES = 3 << 19
+#: Bytes of all blocks that are held at a time, in float32, and of the least block: small enough to stay in
+#: the cache between conversion and product, and large enough that a product is worth the handing over.
+_BLOCKS_BYTES, _LEAST_BYTES = 4 << 20, 1 << 20
+#: A matrix is cut into so many blocks, as far as those limits allow.
+_BLOCKS = 12
 #: Blocks that are read before they are asked for: with the one in use, a double buffer.
 _AHEAD = 1
 
@@ -60,7 +62,7 @@ _Place = tuple[int, int]
 class WeightReader:
     """Reads parameters by key; ``sources`` says which tensors stand behind a key and may be re-pointed.
 
-    ``limit`` is looked at before each parameter and may stop the pass; a block has ``block_bytes`` at most.
+    ``limit`` is looked at before each parameter and may stop the pass; ``block_bytes`` is for tests.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class WeightReader:
         device: torch.device,
         sources: dict[str, Source],
         limit: PassLimit,
-        block_bytes: int = BLOCK_BYTES,
+        block_bytes: int | None = None,
     ) -> None:
         self.files = files
         self.device = device
@@ -78,6 +80,7 @@ class WeightReader:
         self.block_bytes = block_bytes
         self.team = Team(1)
         self._changed = threading.Condition()
+        self._size = 0
         self._free: list[_Buffer] = []
         self._order: list[str] = []
         self._position = -1
@@ -97,7 +100,7 @@ class WeightReader:
     def buffers_mib(self) -> float:
         """Memory of all buffers in MiB when torch uses the threads it uses at present."""
         threads = self._threads()
-        return (self.block_bytes * (threads + _AHEAD) + PIECE_BYTES * (threads + 2)) / MIB
+        return (self._block_size(threads) * (threads + _AHEAD) + PIECE_BYTES * (threads + 2)) / MIB
 
     @contextmanager
     def reading(self, label: str, order: Sequence[str]) -> Iterator[None]:
@@ -116,7 +119,8 @@ class WeightReader:
         if self.team.size != threads:
             self.team.close()
             self.team = Team(threads)
-        self._free = [_Buffer(self.block_bytes, self.device) for _ in range(threads + _AHEAD)]
+        self._size = self._block_size(threads)
+        self._free = [_Buffer(self._size, self.device) for _ in range(threads + _AHEAD)]
         self._order = list(self._learned.get(label, order))
         self._asked = []
         self._position, self._cursor = -1, (0, 0)
@@ -151,7 +155,7 @@ class WeightReader:
             buffer = self._take((position, number), blocks[number])
             block = blocks[number]
             try:
-                return work(block.start, block.stop, buffer.rows(block))
+                return work(block.start, block.stop, buffer.rows())
             finally:
                 self._give(buffer)
 
@@ -183,12 +187,19 @@ class WeightReader:
         """How many blocks are multiplied at once: on a GPU one, there is one queue of work."""
         return torch.get_num_threads() if self.device.type == "cpu" else 1
 
+    def _block_size(self, threads: int) -> int:
+        return self.block_bytes or max(_LEAST_BYTES, _BLOCKS_BYTES // max(2, threads))
+
     def _blocks(self, key: str) -> list[Block]:
         found = []
         base = 0
         for name in self.sources[key].names:
             rows, width = self.files.entry(name).shape
-            step = max(1, self.block_bytes // 4 // width)
+            most = self._size
+            if not self.block_bytes:
+                most = min(most, max(_LEAST_BYTES, 4 * rows * width // _BLOCKS))
+            count = -(-4 * rows * width // most)
+            step = max(1, min(-(-rows // count), most // 4 // width))
             step = step // 16 * 16 or step  # whole registers of the product, but for the last block
             for first in range(0, rows, step):
                 stop = min(rows, first + step)
@@ -285,6 +296,7 @@ class _Buffer:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._device = device
         self._memory = torch.empty(nbytes // 4, pin_memory=device.type == "cuda")
+        self._rows = self._memory
         self._copied: torch.cuda.Event | None = None
 
     def load(self, files: TensorFiles, block: Block) -> None:
@@ -294,17 +306,14 @@ class _Buffer:
         rows = block.stop - block.start
         if rows * block.width > self._memory.numel():  # one row may be longer than a block
             self._memory = torch.empty(rows * block.width, pin_memory=self._device.type == "cuda")
-        files.read(block.name, self._view(block), (block.first, block.first + rows))
+        self._rows = self._memory[: rows * block.width].view(rows, block.width)
+        files.read(block.name, self._rows, (block.first, block.first + rows))
 
-    def rows(self, block: Block) -> Tensor:
-        """The rows on the model's device."""
-        rows = self._view(block)
-        if self._device.type == "cuda":
-            rows = rows.to(self._device, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+    def rows(self) -> Tensor:
+        """The rows that were read last, on the model's device."""
+        if self._device.type != "cuda":
+            return self._rows
+        rows = self._rows.to(self._device, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
         return rows
-
-    def _view(self, block: Block) -> Tensor:
-        rows = block.stop - block.start
-        return self._memory[: rows * block.width].view(rows, block.width)

@@ -153,41 +153,35 @@ class TensorFiles:
         piece = self._piece()
         for name in self.names:
             entry = self._entries[name]
+            opened = self._opened(entry)
             title = json.dumps([name, entry.dtype, list(entry.shape)], separators=(",", ":"))
             digest.update(struct.pack("<Q", len(title.encode())) + title.encode())
             for done in range(0, entry.nbytes, PIECE_BYTES):
                 part = piece[: min(PIECE_BYTES, entry.nbytes - done)]
-                self._pread(entry, part, entry.offset + done)
+                _pread(opened, part, entry.offset + done)
                 digest.update(part)
+            _require_unchanged(opened)
         return digest.hexdigest()
 
     def _fill(self, name: str, entry: Entry, kind: Any, target: np.ndarray, first: int, look: bool) -> None:
         """Values ``first …`` of a tensor into ``target`` (flat float32), piece by piece."""
+        opened = self._opened(entry)
         size = np.dtype(kind).itemsize
         step = PIECE_BYTES // size
-        piece = self._piece()
         for done in range(0, target.size, step):
             part = target[done : done + step]
             offset = entry.offset + (first + done) * size
             if kind is np.float32:
-                self._pread(entry, part, offset)
+                _pread(opened, part, offset)
             else:
-                raw = piece[: part.size * size]
-                self._pread(entry, raw, offset)
-                values = raw.view(kind)
-                if kind is np.uint16:
-                    # A bfloat16 is the upper half of the float32 of the same value.
-                    np.left_shift(values, 16, out=part.view(np.uint32), dtype=np.uint32, casting="unsafe")
-                else:
-                    with np.errstate(over="ignore"):  # a float64 beyond float32 is found infinite below
-                        np.copyto(part, values, casting="same_kind")
-            # One sum is a fast look: it is finite unless a value is not, or the sum itself overflows.
-            with np.errstate(over="ignore", invalid="ignore"):
-                suspect = look and not np.isfinite(np.add.reduce(part))
-            if suspect and not np.isfinite(part).all():
+                raw = self._piece()[: part.size * size]
+                _pread(opened, raw, offset)
+                _convert(raw.view(kind), part)
+            if look and not _finite(part):
                 raise DataError(
                     f"{entry.file}: NaN or infinite values in {name}: fetch or convert the model again"
                 )
+        _require_unchanged(opened)
 
     def _piece(self) -> Any:
         """This thread's buffer of :data:`PIECE_BYTES` bytes."""
@@ -195,22 +189,45 @@ class TensorFiles:
             self._scratch.piece = np.empty(PIECE_BYTES, dtype=np.uint8)
         return self._scratch.piece
 
-    def _pread(self, entry: Entry, target: Any, offset: int) -> None:
+    def _opened(self, entry: Entry) -> OpenFile:
         opened = self._files.get(entry.file)
         if opened is None:
             raise ValueError(f"{entry.file} is closed")
-        view = memoryview(target).cast("B")
-        while view.nbytes:
-            try:
-                count = os.preadv(opened.descriptor, [view], offset)
-            except OSError as error:
-                raise DataError(f"cannot read {entry.file}: {error.strerror}") from None
-            if count == 0:
-                raise DataError(f"{entry.file} shrank while it was open: {AGAIN}")
-            view, offset = view[count:], offset + count
-        now = os.fstat(opened.descriptor)
-        if (now.st_size, now.st_mtime_ns) != (opened.size, opened.changed_ns):
-            raise DataError(f"{entry.file} changed while it was open: open the model again")
+        return opened
+
+
+def _pread(opened: OpenFile, target: Any, offset: int) -> None:
+    view = memoryview(target).cast("B")
+    while view.nbytes:
+        try:
+            count = os.preadv(opened.descriptor, [view], offset)
+        except OSError as error:
+            raise DataError(f"cannot read {opened.path}: {error.strerror}") from None
+        if count == 0:
+            raise DataError(f"{opened.path} shrank while it was open: {AGAIN}")
+        view, offset = view[count:], offset + count
+
+
+def _require_unchanged(opened: OpenFile) -> None:
+    now = os.fstat(opened.descriptor)
+    if (now.st_size, now.st_mtime_ns) != (opened.size, opened.changed_ns):
+        raise DataError(f"{opened.path} changed while it was open: open the model again")
+
+
+def _convert(values: Any, target: Any) -> None:
+    """Values of one of the types of :data:`_READABLE` as float32."""
+    if values.dtype == np.uint16:
+        # A bfloat16 is the upper half of the float32 of the same value.
+        np.left_shift(values, 16, out=target.view(np.uint32), dtype=np.uint32, casting="unsafe")
+    else:
+        with np.errstate(over="ignore"):  # a float64 beyond float32 is found infinite later
+            np.copyto(target, values, casting="same_kind")
+
+
+def _finite(values: Any) -> bool:
+    """Whether every value is finite. One sum tells quickly, unless it overflows itself."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(np.add.reduce(values)) or np.isfinite(values).all())
 
 
 def open_tensors(place: Path | str) -> TensorFiles:

@@ -18,7 +18,7 @@ from twinscope.report.cost_findings import (
     shapes,
     times,
 )
-from twinscope.report.cost_panels import Bar, Bars, bar_key, draw_bars
+from twinscope.report.cost_panels import Bar, Bars, bar_key, bar_limit, draw_bars
 from twinscope.report.drawing import PALETTE, PANEL_WIDTH, Panel, Plot, short_label
 from twinscope.report.lanes import panel_height
 from twinscope.report.reading import Row, RunData
@@ -68,8 +68,7 @@ def parts(run: RunData) -> Plot | None:
         panels[shape] = groups, " ".join(words)
     if not panels:
         return None
-    bars = [bar for groups, _ in panels.values() for group in groups for bar in group.bars]
-    limit = 1.25 * max(place for bar in bars for place in bar.places)
+    limit = bar_limit([group for groups, _ in panels.values() for group in groups])
     height = panel_height(
         [[len(group.bars) for group in groups] for groups, _ in panels.values()],
         max(len(bar_key(groups, _PARTS)) for groups, _ in panels.values()),
@@ -158,7 +157,7 @@ def _part_bars(run: RunData, arm: str, found: Sequence[Row], whole: tuple[float,
             Bar(
                 "time",
                 {name: value / whole[0] for name, value in seconds.items()},
-                f" {times(totals[0] / whole[0])}",
+                f"{times(totals[0] / whole[0])}",
                 value=step and step["median"],
                 low=step and step["low"],
                 high=step and step["high"],
@@ -166,7 +165,7 @@ def _part_bars(run: RunData, arm: str, found: Sequence[Row], whole: tuple[float,
             Bar(
                 "FLOPs",
                 {name: value / whole[1] for name, value in work.items()},
-                f" {times(totals[1] / whole[1])}",
+                f"{times(totals[1] / whole[1])}",
             ),
         ),
     )
@@ -205,8 +204,8 @@ def _memory_bars(part: Row, found: Sequence[Row], against: str) -> Bars:
         short_label(arm_label(part["arm"]), _NAME),
         "",
         (
-            Bar("step", state, f" {to_base('total_mib')}", line=part["total_mib"]),
-            Bar("activ.", {"activations": part["activations_mib"]}, f" {to_base('activations_mib')}"),
+            Bar("step", state, f"{to_base('total_mib')}", line=part["total_mib"]),
+            Bar("activ.", {"activations": part["activations_mib"]}, f"{to_base('activations_mib')}"),
         ),
     )
 

@@ -13,7 +13,6 @@ from typing import Any
 from twinscope.report import frontier_findings
 from twinscope.report.drawing import short_label
 from twinscope.report.reading import Row, RunData
-from twinscope.report.tables import sentence
 from twinscope.report.train_findings import LARGEST_RESIDUAL, LEAST_DISPLACEMENT, arm_label
 from twinscope.report.wording import contended, cosine, count, listed, number, signed, small, unfinished
 
@@ -151,11 +150,11 @@ def label(run: RunData) -> str:
 
 
 def remarks(run: RunData) -> list[str]:
-    """Why time and FLOPs differ, whether the counts agree, fidelity, memory, and the trainer's own time."""
+    """Whether the counts agree, fidelity, memory, and the trainer's own time."""
     entry = main(run)
     if entry is None:
         return []
-    found = [sentence(run.summary.get("verdict", "")), *_counts(run)]
+    found = [*_counts(run)]
     fidelity = entry["fidelity"]
     if fidelity["median_cosine"] is not None:
         found.append(

@@ -15,6 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLoca
 from twinscope.report.axes import INK, MUTED, Line, note, ticks_between
 from twinscope.report.drawing import PALETTE, EndLabel, end_labels
 from twinscope.report.lanes import (
+    AROUND,
     LANE,
     NAME,
     hollow,
@@ -33,7 +34,7 @@ _TIME, _FLOPS = PALETTE["arm-1"][0], PALETTE["arm-2"][0]
 _PUBLISHED, _CLAIM = PALETTE["arm-3"][0], PALETTE["arm-5"][0]
 _TINT = 0.75
 #: Share of the axis that bars and intervals may take before the number behind them.
-_REACH = 0.8
+_REACH = 0.86
 _SHORTHAND: dict[str, Any] = {"color": MUTED, "marker": "x", "markersize": 5.5, "linestyle": ""}
 _OTHER: dict[str, Any] = {"color": _PUBLISHED, "marker": "D", "markersize": 5.0, "linestyle": ""}
 
@@ -113,6 +114,14 @@ def ratio_limits(groups: Sequence[Lanes]) -> tuple[float, float]:
     return low / room, high * room
 
 
+def bar_limit(groups: Sequence[Bars]) -> float:
+    """End of an axis that holds every bar with its number, and intervals unless they reach far."""
+    bars = [bar for group in groups for bar in group.bars]
+    most = max(place for bar in bars for place in bar.places)
+    ends = [bar.high for bar in bars if bar.high is not None]
+    return max(most, min(max(ends, default=0.0), 1.5 * most)) / _REACH
+
+
 def ratio_key(groups: Sequence[Lanes]) -> dict[str, dict[str, Any]]:
     """The key of the marks that the lanes have: name, and how its line is drawn."""
     lanes = [lane for group in groups for lane in group.lanes]
@@ -155,6 +164,7 @@ def draw_ratios(groups: Sequence[Lanes], limits: tuple[float, float], height: in
     entries = ratio_key(groups)
     ratio_axis(axes, limits, "ratio, logarithmic")
     place = prepare(axes, height, len(entries))
+    axes.plot([1.0] * 2, [place, height - AROUND], color=MUTED, linewidth=0.9)
     for group in groups:
         write_name(axes, place, group.name, group.numbers)
         place += NAME

@@ -63,12 +63,13 @@ def outcome(run: RunData) -> list[str]:
     enough = number(summary["enough"], 2)
     if not found:
         return [f"No setting of the frontier has a median block cosine of {enough} or more."]
-    parts = [
-        f"{point['label']} ({ground_title(point['start'], point['target'])}: "
-        f"{number(point['analytic_ratio'], 2)} times BP's FLOPs, cosine {cosine(point['median_cosine'])})"
-        for point in found
-    ]
-    return [f"Cheapest with a median block cosine of {enough} or more: {'; '.join(parts)}."]
+    places: dict[str, list[str]] = {}
+    for point in found:
+        setting = f"{point['label']} at {number(point['analytic_ratio'], 2)} times BP's FLOPs"
+        where = ground_title(point["start"], point["target"])
+        places.setdefault(setting, []).append(f"{where}: cosine {cosine(point['median_cosine'])}")
+    parts = [f"{setting} ({'; '.join(where)})" for setting, where in places.items()]
+    return [f"Cheapest with a median block cosine of {enough} or more: {', '.join(parts)}."]
 
 
 def remarks(run: RunData) -> list[str]:

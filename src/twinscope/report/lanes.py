@@ -88,7 +88,8 @@ def _write(axes: Axes, place: float, text: str, end: int, **style: Any) -> None:
 def write_beside(axes: Axes, place: tuple[float, float], text: str) -> None:
     """Write a number right of a place in data units."""
     axes.annotate(
-        text,
+        # A space that SVG keeps: the offset itself must stay below 1, as in _write.
+        f"\u00a0{text}",
         place,
         xytext=(0.9, -0.5),
         textcoords="offset points",
@@ -101,14 +102,13 @@ def write_beside(axes: Axes, place: tuple[float, float], text: str) -> None:
 
 
 def ratio_axis(axes: Axes, limits: tuple[float, float], what: str) -> None:
-    """A logarithmic horizontal axis of ratios with a line at 1."""
+    """A logarithmic horizontal axis of ratios."""
     axes.set_xlabel(what)
     axes.set_xscale("log")
     axes.set_xlim(*limits)
     axes.xaxis.set_major_locator(FixedLocator(ratio_ticks(*limits)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}×"))
-    axes.axvline(1.0, color=MUTED, linewidth=0.9)
 
 
 def ratio_ticks(low: float, high: float, most: int = 7) -> list[float]:

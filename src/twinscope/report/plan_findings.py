@@ -63,8 +63,6 @@ def warnings(run: RunData) -> list[str]:
             f"Two texts share {small(summary['largest_overlap'])} of the shorter one's runs of words: "
             "held-out text that repeats calibration text is no test."
         )
-    if (summary.get("model") or {}).get("weights") == "unstated":
-        found.append("Nobody has stated what these weights are.")
     return found
 
 
