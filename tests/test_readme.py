@@ -19,6 +19,23 @@ def test_code_blocks_run(capsys):
     assert min(eval(cosines).values()) > 0.99
 
 
+def test_the_streamed_example_runs(tmp_path):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "vocab_size": 40}
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=8, **sizes)).save_pretrained(tmp_path)
+    (block,) = re.findall(r"```python streamed\n(.*?)```", README, re.DOTALL)
+    names = {"folder": tmp_path, "ids": torch.arange(10)[None]}
+    exec(compile(block, "README.md", "exec"), names)
+    lm = names["lm"]
+    plain = lm.nll(names["ids"])
+    with lm.remapped({"layers.7.mlp": "layers.3.mlp"}):
+        assert not torch.equal(lm.nll(names["ids"]), plain)
+    assert torch.equal(lm.nll(names["ids"]), plain)
+
+
 def test_every_named_file_exists():
     names = set(re.findall(r"(?:tests|docs|experiments)/[\w./-]+\.(?:py|md|png|toml)", README))
     names |= {f"src/twinscope/{name}" for name in re.findall(r"^  (\w+\.py) ", README, re.MULTILINE)}

@@ -152,6 +152,7 @@ def build(folder: Path, files: TensorFiles, config: Any, device: torch.device, l
     notes = _tie(files, folder, config, in_files, embedding_key, head_key, shapes, sources)
     _refuse_left_over(files, folder, sources)
     reader = WeightReader(files, device, sources, limit)
+    reader.small.add(head_key)  # logits of a block take memory too
     for name, module in list(base.named_modules()):
         _stream(base, name, f"{base_name}.{name}", module, reader)
     states, block = GivenStates(), GivenBlock()

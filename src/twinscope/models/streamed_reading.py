@@ -24,7 +24,7 @@ from twinscope.models.tensor_files import PIECE_BYTES, TensorFiles
 
 #: Bytes of all blocks that are held at a time, in float32, and of the least block: small enough to stay in
 #: the cache between conversion and product, and large enough that a product is worth the handing over.
-_BLOCKS_BYTES, _LEAST_BYTES = 4 << 20, 1 << 20
+_BLOCKS_BYTES, _LEAST_BYTES = 6 << 20, 1 << 20
 #: A matrix is cut into so many blocks, as far as those limits allow.
 _BLOCKS = 12
 #: Blocks that are read before they are asked for: with the one in use, a double buffer.
@@ -62,7 +62,8 @@ _Place = tuple[int, int]
 class WeightReader:
     """Reads parameters by key; ``sources`` says which tensors stand behind a key and may be re-pointed.
 
-    ``limit`` is looked at before each parameter and may stop the pass; ``block_bytes`` is for tests.
+    ``limit`` is looked at before each parameter and may stop the pass. A matrix in ``small`` is cut into the
+    least blocks, because of what is made from each. ``block_bytes`` is the size of every block, in tests.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class WeightReader:
         self.sources = sources
         self.limit = limit
         self.block_bytes = block_bytes
+        self.small: set[str] = set()
         self.team = Team(1)
         self._changed = threading.Condition()
         self._size = 0
@@ -197,7 +199,8 @@ class WeightReader:
             rows, width = self.files.entry(name).shape
             most = self._size
             if not self.block_bytes:
-                most = min(most, max(_LEAST_BYTES, 4 * rows * width // _BLOCKS))
+                least = key in self.small or 4 * rows * width < _LEAST_BYTES * _BLOCKS
+                most = _LEAST_BYTES if least else min(most, 4 * rows * width // _BLOCKS)
             count = -(-4 * rows * width // most)
             step = max(1, min(-(-rows // count), most // 4 // width))
             step = step // 16 * 16 or step  # whole registers of the product, but for the last block
