@@ -32,7 +32,8 @@ from twinscope import EPSettings, GPTConfig, bp_gradient, build_gpt
 from twinscope.lab.provenance import close, collect
 from twinscope.models.decoder import Decoder
 from twinscope.models.gpt import GPT, Block
-from twinscope.propagation.counting import count
+from twinscope.propagation.cost.counting import count
+from twinscope.propagation.cost.timing import sweep_order, synchronizer
 from twinscope.propagation.estimators import ep_gradient
 from twinscope.propagation.gates import cosines
 from twinscope.propagation.gradients import Diagnostics, Gradient, GradientSum, parameter_names
@@ -40,7 +41,6 @@ from twinscope.propagation.nudged import Start, begin, displacement_factors, nud
 from twinscope.propagation.optimizers import build_optimizer
 from twinscope.propagation.phases import Free, Problem, problem_of, summed_cross_entropy, top, trace_block
 from twinscope.propagation.settings import OptimizerSettings
-from twinscope.propagation.timing import sweep_order, synchronizer
 from twinscope.text.batches import train_batch
 from twinscope.text.datasets import DataSettings, open_dataset
 

@@ -25,13 +25,9 @@ from twinscope.lab.provenance import close, collect
 from twinscope.models.gpt import GPT, GPTConfig, build_gpt
 from twinscope.propagation.compiling import compile_blocks
 from twinscope.propagation.config import ArmSettings
-from twinscope.propagation.estimators import bp_gradient, ep_gradient
-from twinscope.propagation.flops import ledger
-from twinscope.propagation.gates import fidelity_gate
-from twinscope.propagation.optimizers import Optimizer, build_optimizer
-from twinscope.propagation.peak_memory import observe, peak
-from twinscope.propagation.settings import EPSettings, OptimizerSettings
-from twinscope.propagation.timing import (
+from twinscope.propagation.cost.flops import ledger
+from twinscope.propagation.cost.peak_memory import observe, peak
+from twinscope.propagation.cost.timing import (
     Contender,
     ratio_of_pairs,
     spread,
@@ -39,6 +35,10 @@ from twinscope.propagation.timing import (
     synchronizer,
     time_window,
 )
+from twinscope.propagation.estimators import bp_gradient, ep_gradient
+from twinscope.propagation.gates import fidelity_gate
+from twinscope.propagation.optimizers import Optimizer, build_optimizer
+from twinscope.propagation.settings import EPSettings, OptimizerSettings
 from twinscope.propagation.twin import Arm, Estimator
 from twinscope.text.batches import train_batch
 from twinscope.text.datasets import Dataset, DataSettings, open_dataset

@@ -22,8 +22,8 @@ import torch
 from twinscope import EPSettings, GPTConfig, bp_gradient, build_gpt, ep_gradient, leak_spectrum
 from twinscope.lab.budget import peak_rss_mib
 from twinscope.lab.provenance import close, collect
-from twinscope.propagation.leak_config import LeakSettings
-from twinscope.propagation.leak_passes import Bench, Ledger
+from twinscope.propagation.leak.config import LeakSettings
+from twinscope.propagation.leak.passes import Bench, Ledger
 
 RESULTS = Path(__file__).parent / "results" / "leak.json"
 ROUNDS = 7

@@ -275,7 +275,7 @@ def run_all(options: argparse.Namespace) -> None:
     """Every arm, floor and peak; prints the table and writes the record."""
     from twinscope.lab.provenance import close, collect
     from twinscope.lab.run import cache_root
-    from twinscope.models.fetch import fetch_smollm2
+    from twinscope.models.store.fetch import fetch_smollm2
 
     folders = options.folders or [fetch_smollm2(cache_root())]
     arms = [*options.arms, *(["airllm"] if options.airllm else [])]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from twinscope.lab.config import read_config
-from twinscope.propagation.collapse_config import CollapseConfig
+from twinscope.propagation.collapse.config import CollapseConfig
 from twinscope.propagation.config import TrainConfig
-from twinscope.propagation.cost_config import CostConfig
-from twinscope.propagation.leak_config import LeakConfig
+from twinscope.propagation.cost.config import CostConfig
+from twinscope.propagation.leak.config import LeakConfig
 from twinscope.reuse.reuse_config import ReuseConfig
 
 FILES = sorted((Path(__file__).parents[1] / "experiments").glob("*.toml"))

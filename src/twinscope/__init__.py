@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from twinscope.lab.record import load_record as load
     from twinscope.models.decoder import Decoder
     from twinscope.models.gpt import GPTConfig, build_gpt
-    from twinscope.models.streamed import open_streamed
+    from twinscope.models.streamed.model import open_streamed
     from twinscope.propagation.estimators import bp_gradient, ep_gradient
-    from twinscope.propagation.leak import leak_spectrum
+    from twinscope.propagation.leak.spectrometer import leak_spectrum
     from twinscope.propagation.settings import EPSettings
 
 __all__ = [
@@ -36,8 +36,8 @@ _HOMES = {
     "bp_gradient": "twinscope.propagation.estimators",
     "build_gpt": "twinscope.models.gpt",
     "ep_gradient": "twinscope.propagation.estimators",
-    "leak_spectrum": "twinscope.propagation.leak",
-    "open_streamed": "twinscope.models.streamed",
+    "leak_spectrum": "twinscope.propagation.leak.spectrometer",
+    "open_streamed": "twinscope.models.streamed.model",
 }
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from twinscope.models.gpt import GPTConfig, build_gpt
+from twinscope.propagation.cost.peak_memory import observe, peak
 from twinscope.propagation.estimators import bp_gradient, ep_gradient
-from twinscope.propagation.peak_memory import observe, peak
 from twinscope.propagation.settings import EPSettings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

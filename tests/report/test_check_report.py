@@ -6,9 +6,9 @@ import pytest
 from matplotlib.figure import Figure
 from synthetic_costs import check_record
 
-from twinscope.report.check_figures import figures
-from twinscope.report.check_findings import facts, label, outcome, remarks, warnings
-from twinscope.report.check_tables import comparison, tables
+from twinscope.report.check.figures import figures
+from twinscope.report.check.findings import facts, label, outcome, remarks, warnings
+from twinscope.report.check.tables import comparison, tables
 from twinscope.report.page import render
 from twinscope.report.reading import read_run
 

@@ -8,9 +8,9 @@ import pytest
 from matplotlib.figure import Figure
 from synthetic_spectra import UNIT, collapse_record
 
-from twinscope.report.collapse_figures import figures
-from twinscope.report.collapse_findings import fitted, law, outcome, remarks, warnings
-from twinscope.report.collapse_tables import comparison, controls, models, points
+from twinscope.report.collapse.figures import figures
+from twinscope.report.collapse.findings import fitted, law, outcome, remarks, warnings
+from twinscope.report.collapse.tables import comparison, controls, models, points
 from twinscope.report.reading import read_run
 
 

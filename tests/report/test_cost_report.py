@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 from synthetic_costs import COST_CONFIG, PARTS, SHAPES, cost_record
 
 from twinscope.lab.record import load_record
-from twinscope.report.cost_figures import figures
-from twinscope.report.cost_findings import facts, flops, label, milliseconds, outcome, remarks, warnings
-from twinscope.report.cost_tables import comparison, tables
+from twinscope.report.cost.figures import figures
+from twinscope.report.cost.findings import facts, flops, label, milliseconds, outcome, remarks, warnings
+from twinscope.report.cost.tables import comparison, tables
 from twinscope.report.drawing import PALETTE
 from twinscope.report.lanes import ratio_ticks
 from twinscope.report.page import render

@@ -6,11 +6,11 @@ import pytest
 from matplotlib.figure import Figure
 from synthetic_costs import cost_record, frontier_rows
 
-from twinscope.report.cost_figures import figures
-from twinscope.report.cost_findings import outcome, remarks, warnings
+from twinscope.report.cost.figures import figures
+from twinscope.report.cost.findings import outcome, remarks, warnings
+from twinscope.report.cost.frontier_findings import grounds, undominated
+from twinscope.report.cost.frontier_tables import frontier_points
 from twinscope.report.drawing import PALETTE
-from twinscope.report.frontier_findings import grounds, undominated
-from twinscope.report.frontier_tables import frontier_points
 from twinscope.report.reading import read_run
 
 K1, K3, GREY = PALETTE["arm-1"][0], PALETTE["arm-3"][0], PALETTE["rule"][0]

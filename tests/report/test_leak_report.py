@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 from synthetic_spectra import BAND, UNIT, leak_record
 
 from twinscope.report.drawing import plot_files
-from twinscope.report.leak_figures import at_gain_one, figures, projections, spread_over, windows
-from twinscope.report.leak_findings import label, outcome, per_block, reasons, remarks, warnings, window
-from twinscope.report.leak_tables import comparison, parts, spectra
-from twinscope.report.leak_tables import windows as windows_table
+from twinscope.report.leak.figures import at_gain_one, figures, projections, spread_over, windows
+from twinscope.report.leak.findings import label, outcome, per_block, reasons, remarks, warnings, window
+from twinscope.report.leak.tables import comparison, parts, spectra
+from twinscope.report.leak.tables import windows as windows_table
 from twinscope.report.reading import read_run
 
 

@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 from synthetic_costs import plan_record
 
 from twinscope.report.page import render
-from twinscope.report.plan_figures import figures, layer
-from twinscope.report.plan_findings import facts, label, outcome, remarks, warnings
-from twinscope.report.plan_tables import comparison, tables
+from twinscope.report.plan.figures import figures, layer
+from twinscope.report.plan.findings import facts, label, outcome, remarks, warnings
+from twinscope.report.plan.tables import comparison, tables
 from twinscope.report.reading import read_run
 
 CONFIG = 'name = "reuse"\n'

@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 from synthetic_scans import probe_record
 
 from twinscope.report.page import render
-from twinscope.report.probe_figures import figures
-from twinscope.report.probe_findings import outcome, remarks, warnings
-from twinscope.report.probe_tables import comparison, machine, matmul
+from twinscope.report.probe.figures import figures
+from twinscope.report.probe.findings import outcome, remarks, warnings
+from twinscope.report.probe.tables import comparison, machine, matmul
 from twinscope.report.reading import read_run
 
 CONFIG = 'name = "machine"\n'

@@ -9,9 +9,9 @@ from synthetic_scans import scan_record
 from twinscope.lab.record import headline, load_record
 from twinscope.report.page import render
 from twinscope.report.reading import read_run
-from twinscope.report.scan_figures import figures
-from twinscope.report.scan_findings import directions, label, outcome, remarks, warnings
-from twinscope.report.scan_tables import comparison, limits, nulls, pairs, pooled, tables, texts
+from twinscope.report.scan.figures import figures
+from twinscope.report.scan.findings import directions, label, outcome, remarks, warnings
+from twinscope.report.scan.tables import comparison, limits, nulls, pairs, pooled, tables, texts
 
 CONFIG = 'name = "reuse"\n'
 

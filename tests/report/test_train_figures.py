@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from twinscope.report.drawing import Plot, plot_files
 from twinscope.report.reading import read_run
-from twinscope.report.train_figures import cosines, differences, figures, losses, states
+from twinscope.report.train.figures import cosines, differences, figures, losses, states
 
 
 def made(plot: Plot | None) -> Plot:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from twinscope.report.reading import read_run
-from twinscope.report.train_findings import outcome, warnings
+from twinscope.report.train.findings import outcome, warnings
 from twinscope.report.wording import cosine, listed, signed, small
 
 

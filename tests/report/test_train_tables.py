@@ -8,7 +8,7 @@ import pytest
 
 from twinscope.report.reading import read_run
 from twinscope.report.tables import Table
-from twinscope.report.train_tables import arms, comparison, gates, windows
+from twinscope.report.train.tables import arms, comparison, gates, windows
 
 
 def column(table: Table | None, name: str) -> list:

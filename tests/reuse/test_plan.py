@@ -20,7 +20,7 @@ from twinscope.cli import main
 from twinscope.lab.config import parse_config, to_toml
 from twinscope.lab.errors import ConfigError, DataError
 from twinscope.lab.record import load_record
-from twinscope.models.origin import file_sha256, write_origin
+from twinscope.models.store.origin import file_sha256, write_origin
 from twinscope.reuse import plan_run
 from twinscope.reuse.identity import identify
 from twinscope.reuse.plan import (

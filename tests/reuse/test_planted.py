@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from twinscope.lab.errors import ConfigError
-from twinscope.models.origin import read_origin, write_origin
-from twinscope.models.streamed import open_streamed
+from twinscope.models.store.origin import read_origin, write_origin
+from twinscope.models.streamed.model import open_streamed
 from twinscope.models.tensor_files import open_tensors
 from twinscope.reuse.branches import NORMS, both_ways, calibrate, compare
 from twinscope.reuse.decision import Thresholds, judge, pair_level

@@ -22,7 +22,7 @@ from twinscope.lab.config import to_toml
 from twinscope.lab.errors import ConfigError, DataError, Stopped
 from twinscope.lab.record import headline, load_record
 from twinscope.lab.run import Run
-from twinscope.models.origin import file_sha256
+from twinscope.models.store.origin import file_sha256
 from twinscope.reuse import plan_run, scan_run
 from twinscope.reuse.plan import PLAN_FILE
 from twinscope.reuse.scan import open_heldout

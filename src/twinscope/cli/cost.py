@@ -33,8 +33,8 @@ def cost(
     Example: twinscope cost experiments/cost-fast.toml --pause 4711
     """
     with reporting(as_json, debug) as outcome:
-        from twinscope.propagation import cost_run
-        from twinscope.propagation.cost_config import CostConfig
+        from twinscope.propagation.cost import run as cost_run
+        from twinscope.propagation.cost.config import CostConfig
 
         settings = read_config(config, CostConfig, overrides or [])
         prepared = cost_run.prepare(settings, quiet, folder=config.parent, pause=pause or [])

@@ -45,7 +45,7 @@ def fetch(
     Example: twinscope model fetch smollm2
     """
     with reporting(as_json, debug) as outcome:
-        from twinscope.models.library import fetch_model
+        from twinscope.models.store.library import fetch_model
 
         _made(fetch_model(name, out, quiet), quiet or as_json, outcome)
 
@@ -74,7 +74,7 @@ def import_(
     Example: twinscope model import ~/models/Qwen3-0.6B --name qwen3-0.6b
     """
     with reporting(as_json, debug) as outcome:
-        from twinscope.models.imports import import_model
+        from twinscope.models.store.imports import import_model
 
         folder = import_model(path, name=name, out=out, weights=weights, tokenizer=tokenizer, quiet=quiet)
         _made(folder, quiet or as_json, outcome)
@@ -102,7 +102,7 @@ def synth(
     Example: twinscope model synth qwen3.5-2b
     """
     with reporting(as_json, debug) as outcome:
-        from twinscope.models.synth import synthesize
+        from twinscope.models.store.synth import synthesize
 
         folder = synthesize(shape, seed=seed, layout=layout, name=name, out=out, quiet=quiet)
         _made(folder, quiet or as_json, outcome)
@@ -132,7 +132,7 @@ def check(
     Example: twinscope model check smollm2
     """
     with reporting(as_json, debug) as outcome:
-        from twinscope.models import parity_run
+        from twinscope.models.parity import run as parity_run
 
         config = parity_run.make_config(
             model, quiet, texts=texts, tokens=tokens, method=method, budget_mib=budget_mib, threads=threads
@@ -162,7 +162,7 @@ def remove(
     Example: twinscope model remove qwen3.5-2b --yes-delete-weights
     """
     with reporting(as_json, debug) as outcome:
-        from twinscope.models.removal import removal_log, remove_model
+        from twinscope.models.store.removal import removal_log, remove_model
 
         removal = remove_model(model, confirmed, quiet)
         outcome.status = "complete"
@@ -173,7 +173,7 @@ def remove(
 
 def _made(folder: Path, silent: bool, outcome: Outcome) -> None:
     """Say where a model is and what its weights are."""
-    from twinscope.models.origin import read_origin
+    from twinscope.models.store.origin import read_origin
 
     origin = read_origin(folder)
     assert origin is not None

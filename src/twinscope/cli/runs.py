@@ -113,10 +113,10 @@ def _resumable() -> dict[str, str]:
     """
     return {
         "train": "twinscope.propagation.train",
-        "leak": "twinscope.propagation.leak_run",
-        "check": "twinscope.models.parity_run",
-        "collapse": "twinscope.propagation.collapse_run",
-        "cost": "twinscope.propagation.cost_run",
+        "leak": "twinscope.propagation.leak.run",
+        "check": "twinscope.models.parity.run",
+        "collapse": "twinscope.propagation.collapse.run",
+        "cost": "twinscope.propagation.cost.run",
         "probe": "twinscope.reuse.capacity",
         "plan": "twinscope.reuse.plan_run",
         "scan": "twinscope.reuse.scan_run",

@@ -81,8 +81,8 @@ def leak(
     Example: twinscope leak experiments/leak.toml --set leak.batches=32
     """
     with reporting(as_json, debug) as outcome:
-        from twinscope.propagation import leak_run
-        from twinscope.propagation.leak_config import LeakConfig
+        from twinscope.propagation.leak import run as leak_run
+        from twinscope.propagation.leak.config import LeakConfig
 
         settings = read_config(config, LeakConfig, overrides or [])
         if extend is not None:
@@ -116,7 +116,7 @@ def collapse(
     Example: twinscope collapse experiments/collapse.toml
     """
     with reporting(as_json, debug) as outcome:
-        from twinscope.propagation import collapse_run
+        from twinscope.propagation.collapse import run as collapse_run
 
         settings = collapse_run.read_targets(targets, overrides or [])
         with collapse_run.create_run(settings, runs_root(runs)) as run:

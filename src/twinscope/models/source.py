@@ -155,7 +155,7 @@ def _source_folder(settings: ModelSettings, quiet: bool) -> Path | None:
         return None
     if settings.source != "smollm2":
         return Path(settings.source).expanduser().absolute()
-    from twinscope.models.fetch import fetch_smollm2
+    from twinscope.models.store.fetch import fetch_smollm2
 
     return fetch_smollm2(cache_root(), quiet)
 

@@ -3,7 +3,7 @@
 Covers a single file and shards with an index, whose headers are checked first (``tensor_headers.py``).
 Values are taken with ``pread`` into one small reused buffer and converted piece by piece, so that neither
 mapped pages nor a second copy of a tensor stay in memory. Not covered: writing (``weights.py``), which tensor
-a model needs (``streamed_build.py``), quantised values.
+a model needs (``streamed/build.py``), quantised values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Names for the parts of a training step, so that what a step costs can be told part by part.
 
 Covers marking only. A mark does nothing unless somebody observes, which is a matter of the current context
-and thread, never of the model; timing and counting are in timing.py and counting.py.
+and thread, never of the model; timing and counting are in cost/timing.py and cost/counting.py.
 """
 
 from __future__ import annotations

@@ -17,35 +17,33 @@ from markupsafe import Markup
 
 from twinscope.lab.durable import write_atomic, writing
 from twinscope.lab.errors import ConfigError
-from twinscope.report import (
-    check_figures,
-    check_findings,
-    check_tables,
-    collapse_figures,
-    collapse_findings,
-    collapse_tables,
-    cost_figures,
-    cost_findings,
-    cost_tables,
-    leak_figures,
-    leak_findings,
-    leak_tables,
-    plan_figures,
-    plan_findings,
-    plan_tables,
-    probe_figures,
-    probe_findings,
-    probe_tables,
-    scan_figures,
-    scan_findings,
-    scan_tables,
-    train_figures,
-    train_findings,
-    train_tables,
-)
+from twinscope.report.check import figures as check_figures
+from twinscope.report.check import findings as check_findings
+from twinscope.report.check import tables as check_tables
+from twinscope.report.collapse import figures as collapse_figures
+from twinscope.report.collapse import findings as collapse_findings
+from twinscope.report.collapse import tables as collapse_tables
+from twinscope.report.cost import figures as cost_figures
+from twinscope.report.cost import findings as cost_findings
+from twinscope.report.cost import tables as cost_tables
 from twinscope.report.drawing import PALETTE, SMALL_PANEL, Plot, block_colours, panel_svg, plot_files
+from twinscope.report.leak import figures as leak_figures
+from twinscope.report.leak import findings as leak_findings
+from twinscope.report.leak import tables as leak_tables
+from twinscope.report.plan import figures as plan_figures
+from twinscope.report.plan import findings as plan_findings
+from twinscope.report.plan import tables as plan_tables
+from twinscope.report.probe import figures as probe_figures
+from twinscope.report.probe import findings as probe_findings
+from twinscope.report.probe import tables as probe_tables
 from twinscope.report.reading import RunData, read_run
+from twinscope.report.scan import figures as scan_figures
+from twinscope.report.scan import findings as scan_findings
+from twinscope.report.scan import tables as scan_tables
 from twinscope.report.tables import Table, provenance
+from twinscope.report.train import figures as train_figures
+from twinscope.report.train import findings as train_findings
+from twinscope.report.train import tables as train_tables
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from twinscope.lab.errors import DataError
 from twinscope.reuse import measures, nulls
 
 if TYPE_CHECKING:
-    from twinscope.models.streamed import StreamedLM
+    from twinscope.models.streamed.model import StreamedLM
 
 Kind = Literal["attention", "linear_attention", "mlp", "q_norm", "k_norm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

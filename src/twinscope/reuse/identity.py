@@ -14,7 +14,7 @@ from torch import Tensor
 
 from twinscope.lab.errors import ConfigError, DataError
 from twinscope.lab.evidence import Weights
-from twinscope.models.origin import content_sha256, file_sha256, read_origin
+from twinscope.models.store.origin import content_sha256, file_sha256, read_origin
 from twinscope.models.tensor_files import open_tensors
 
 #: The files of a model's folder that decide what it computes and how text is read.

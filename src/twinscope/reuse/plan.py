@@ -32,7 +32,7 @@ from twinscope.reuse.reuse_config import Budgets, ReuseConfig, Rule, split_pair
 from twinscope.reuse.texts import Passage, Split, TextCodec
 
 if TYPE_CHECKING:
-    from twinscope.models.streamed import StreamedLM
+    from twinscope.models.streamed.model import StreamedLM
 
 FORMAT = "twinscope.plan/1"
 PLAN_FILE = "plan.json"

@@ -22,9 +22,9 @@ from twinscope.lab.outcome import Findings, carry_out
 from twinscope.lab.progress import Progress
 from twinscope.lab.provenance import collect, utc_now
 from twinscope.lab.run import Run
-from twinscope.models.library import FETCHED, model_folder, models_root
-from twinscope.models.origin import is_whole
-from twinscope.models.streamed import open_streamed
+from twinscope.models.store.library import FETCHED, model_folder, models_root
+from twinscope.models.store.origin import is_whole
+from twinscope.models.streamed.model import open_streamed
 from twinscope.reuse.apart import call_apart, required
 from twinscope.reuse.identity import identify
 from twinscope.reuse.plan import (

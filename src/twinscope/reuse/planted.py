@@ -24,8 +24,8 @@ from torch import Tensor
 from twinscope.lab.draws import generator
 from twinscope.lab.durable import writing
 from twinscope.lab.errors import ConfigError
-from twinscope.models.library import making, require_space
-from twinscope.models.origin import ORIGIN, file_sha256, read_origin, write_origin
+from twinscope.models.store.library import making, require_space
+from twinscope.models.store.origin import ORIGIN, file_sha256, read_origin, write_origin
 from twinscope.models.tensor_files import TensorFiles, open_tensors
 
 #: Files of a model folder that belong to the copy; pickles never do.

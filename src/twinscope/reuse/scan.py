@@ -18,7 +18,7 @@ from torch import Tensor
 from twinscope.lab.errors import DataError
 from twinscope.lab.provenance import utc_now
 from twinscope.lab.run import Run
-from twinscope.models.streamed_reading import BLOCK_BYTES
+from twinscope.models.streamed.reading import LEAST_BYTES
 from twinscope.models.weights import load_tensors, save_tensors
 from twinscope.reuse.branches import HEAD_ROWS, Calibration, Comparison, calibrate, compare
 from twinscope.reuse.decision import judge
@@ -26,7 +26,7 @@ from twinscope.reuse.plan import Pair, Plan
 from twinscope.reuse.texts import SPLITS, Passage, Split
 
 if TYPE_CHECKING:
-    from twinscope.models.streamed import StreamedLM
+    from twinscope.models.streamed.model import StreamedLM
 
 _MIB = 1024 * 1024
 #: Blocks of logits that exist at once: two threads' own, and about as much in float64 and sorted.
@@ -220,7 +220,7 @@ def planned_mib(lm: StreamedLM, pairs: Sequence[Pair], passages: Sequence[Passag
     values = lm.width * (len(sites) * texts * tokens + variants * texts * tokens + 4 * tokens + rows)
     heads = int(getattr(lm.config, "num_attention_heads", 1))
     attention = variants * texts * heads * tokens**2 if any(p.kind != "mlp" for p in pairs) else 0
-    logits = _LOGITS * rows * BLOCK_BYTES // (4 * lm.width)
+    logits = _LOGITS * rows * LEAST_BYTES // (4 * lm.width)
     return lm.plan_mib(texts, tokens) + 4 * (values + attention + logits) / _MIB
 
 

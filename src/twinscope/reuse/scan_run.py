@@ -25,8 +25,8 @@ from twinscope.lab.outcome import Findings, carry_out
 from twinscope.lab.progress import Progress
 from twinscope.lab.provenance import collect
 from twinscope.lab.run import Run
-from twinscope.models.parity import find_parity
-from twinscope.models.streamed import StreamedLM, open_streamed
+from twinscope.models.parity.check import find_parity
+from twinscope.models.streamed.model import StreamedLM, open_streamed
 from twinscope.reuse.apart import call_apart
 from twinscope.reuse.identity import identify
 from twinscope.reuse.plan import (
