@@ -111,7 +111,7 @@ def count_apart(counting: Counting, timeout: float | None = None) -> dict[str, C
             capture_output=True,
             text=True,
             timeout=timeout,
-            process_group=0,  # a Ctrl-C of the terminal stops the run at its next unit, not this in the middle
+            process_group=0,  # a Ctrl-C stops the run at its next unit, not this in the middle
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
     except subprocess.TimeoutExpired:

@@ -81,7 +81,7 @@ def peak_apart(subject: Subject, timeout: float | None = None) -> Peak:
             capture_output=True,
             text=True,
             timeout=timeout,
-            process_group=0,  # a Ctrl-C of the terminal stops the run at its next unit, not this in the middle
+            process_group=0,  # a Ctrl-C stops the run at its next unit, not this in the middle
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
     except subprocess.TimeoutExpired:
