@@ -8,6 +8,7 @@ covered: what is done with a block (``layers.py``).
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -201,9 +202,12 @@ class WeightReader:
             if not self.block_bytes:
                 least = key in self.small or 4 * rows * width < LEAST_BYTES * _BLOCKS
                 most = LEAST_BYTES if least else min(most, 4 * rows * width // _BLOCKS)
-            count = -(-4 * rows * width // most)
-            step = max(1, min(-(-rows // count), most // 4 // width))
-            step = step // 16 * 16 or step  # whole registers of the product, but for the last block
+            fit = max(1, most // 4 // width)
+            step = rows
+            if rows > fit:
+                # As equal as can be, of sixteen rows each time: whole registers of the product.
+                equal = math.ceil(rows / math.ceil(rows / fit))
+                step = min(16 * math.ceil(equal / 16), fit // 16 * 16 or fit)
             for first in range(0, rows, step):
                 stop = min(rows, first + step)
                 found.append(Block(name, first, base + first, base + stop, width))
