@@ -32,7 +32,7 @@ import numpy as np
 RESULTS = Path(__file__).parent / "results" / "streamed.json"
 TEXTS, TOKENS, PASSES = 4, 32, 3
 ARMS = ("streamed", "in memory", "accelerate fp32", "accelerate bf16", "accelerate upcast")
-REQUIREMENTS = {"accelerate": "accelerate==1.12.0", "airllm": "airllm==4.0.*"}
+REQUIREMENTS = {"accelerate": "accelerate==1.15.0", "airllm": "airllm==4.0.*"}
 MIB = 1 << 20
 
 
