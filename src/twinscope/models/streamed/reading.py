@@ -129,7 +129,7 @@ class WeightReader:
         self._position, self._cursor = -1, (0, 0)
         self._stop = False
         ahead = None
-        if self.device.type != "cpu" or (os.cpu_count() or 1) > threads:
+        if self.device.type != "cpu" or _cores() > threads:
             ahead = threading.Thread(target=self._read_ahead, name="weights-ahead", daemon=True)
             ahead.start()
         try:
@@ -295,6 +295,11 @@ class WeightReader:
                 else:
                     self._release(found)
                 self._changed.notify_all()
+
+
+def _cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Buffer:
