@@ -19,7 +19,7 @@ LIBRARY_MIB = 384.0
 #: Pages of the libraries' code and tables that the first pass touches, and memory freed but not given back.
 _FIRST_PASS_MIB = 24.0
 #: When the process has grown by so much, freed memory is given back; that takes a millisecond at most.
-_SWELL_MIB = 16.0
+_SWELL_MIB = 10.0
 #: A pass always has so much, whatever else the process holds.
 _LEAST_MIB = 32.0
 
