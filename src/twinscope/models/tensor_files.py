@@ -38,7 +38,7 @@ from twinscope.models.tensor_headers import (
 #: How the values of a type lie in memory; of these types float32 can be read.
 _READABLE: Mapping[str, Any] = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
 #: Read and convert so much at a time: it stays in the second-level cache between the two.
-PIECE_BYTES = 512 << 10
+PIECE_BYTES = 1 << 20
 
 
 class TensorFiles:

@@ -302,14 +302,21 @@ def test_a_released_multimodal_layout_is_read_as_its_text_model(
         assert torch.equal(lm.nll(ids), plain.nll(ids))
 
 
+@pytest.mark.parametrize(("count", "delta_bytes"), [(1, 1 << 17), (2, 1 << 20)])
 def test_texts_go_through_in_groups_that_fit_the_budget(
-    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    folders: Callable[[str], Path],
+    threads: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    delta_bytes: int,
 ) -> None:
+    threads(count)
     ids = texts(count=5)
     for case in ("gemma3", "qwen3.5"):
         with open_streamed(folders(case), budget_mib=None) as lm:
             whole = lm.hidden(ids), lm.nll(ids), [point.z for point in lm.walk(ids)]
-            monkeypatch.setattr(streamed_build, "DELTA_BYTES", 1 << 17)
+            monkeypatch.setattr(streamed_build, "DELTA_BYTES", delta_bytes)
+            assert close(lm.hidden(ids), whole[0])
             monkeypatch.setattr(type(lm._sizes()), "together", lambda *_: 2)
             assert [len(part) for part in lm._together(ids)] == [2, 2, 1]
             parts = lm.hidden(ids), lm.nll(ids), [point.z for point in lm.walk(ids)]
@@ -453,6 +460,27 @@ def test_walk_and_branches_are_what_the_forward_pass_does(folders: Callable[[str
         assert sorted(norms) == sorted(lm.sites("q_norm") + lm.sites("k_norm"))
         kinds = ("attention", "linear_attention", "mlp")
         assert sorted(site for kind in kinds for site in lm.sites(kind)) == sorted(points.keys() - {"head"})
+
+
+@pytest.mark.parametrize("case", ["gpt2", "gemma3", "qwen3.5"])
+def test_a_pass_goes_on_from_any_site(folders: Callable[[str], Path], case: str) -> None:
+    folder, ids = folders(case), texts()
+    with open_streamed(folder, budget_mib=None) as lm:
+        points = {point.site: point.z for point in lm.walk(ids)}
+        assert list(points) == [*lm.branches(), "head"]
+        for site in lm.branches():
+            leaves = points[site] + lm.branch(site, points[site]).update
+            assert torch.equal(lm.onward(leaves, site), points["head"]), site
+            for to in list(points)[list(points).index(site) + 1 :]:
+                assert torch.equal(lm.onward(leaves, site, to), points[to]), (site, to)
+        assert torch.equal(lm.nll_at(points["head"], ids), lm.nll(ids))
+        first = lm.branches()[0]
+        with pytest.raises(ConfigError, match=f"{first} does not come behind {first}"):
+            lm.onward(points[first], first, first)
+        with pytest.raises(ConfigError, match="'head' does not|does not come behind head"):
+            lm.onward(points[first], "head", first)
+        with pytest.raises(ConfigError, match="adds nothing to the residual stream"):
+            lm.onward(points[first], "layers.0.norm")
 
 
 @pytest.mark.parametrize("case", ["gpt2", "mistral", "gemma2", "gemma3", "qwen3.5"])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
@@ -132,7 +132,7 @@ class StreamedLM:
             raise DataError("a text of one token predicts no other: give texts of two tokens or more")
         groups = self._together(ids)
         with self._reading("nll", len(groups), [*self._matrices(), self._built.head_key]):
-            return _joined([self._nll(part) for part in groups])
+            return _joined([self._losses(self._states(part), part) for part in groups])
 
     def head_blocks(self, z: Tensor) -> Iterator[tuple[int, Tensor]]:
         """``(start, logits (N, block))`` of the residual ``z (…, C)``, block by block of the vocabulary.
@@ -182,20 +182,65 @@ class StreamedLM:
             if layout.learned is not None:
                 positions = torch.arange(ids.shape[1], device=z.device)[None]
                 z = z + getattr(self._built.base, layout.learned)(positions)
-        for number in range(self.layers):
-            for part in layout.branches:
-                if self._find(number, part) is None:
-                    continue
-                here = f"layers.{number}.{part}"
-                for site in (here, f"{here}.q_norm", f"{here}.k_norm"):
-                    if site == here if wanted is None else site in wanted:
-                        yield Point(site, z)
-                        if wanted is not None:
-                            wanted.discard(site)
-                            if not wanted:
-                                return
-                z = z + self.branch(here, z).update
+        for here in self.branches():
+            for site in (here, f"{here}.q_norm", f"{here}.k_norm"):
+                if site == here if wanted is None else site in wanted:
+                    yield Point(site, z)
+                    if wanted is not None:
+                        wanted.discard(site)
+                        if not wanted:
+                            return
+            z = z + self.branch(here, z).update
         yield Point("head", z)
+
+    def branches(self) -> list[str]:
+        """The sites that add to the residual stream, in the order in which they do; norms are none.
+
+        Raises:
+            ConfigError: a family whose layers are not known.
+        """
+        parts = known_layout(self.family, self._layout).branches
+        return [
+            f"layers.{number}.{part}"
+            for number in range(self.layers)
+            for part in parts
+            if self._find(number, part) is not None
+        ]
+
+    def onward(self, z: Tensor, after: str, to: str = "head") -> Tensor:
+        """The residual ``z (B, T, C)`` that leaves ``after``, carried to where it enters ``to``.
+
+        Every branch between the two is added in order; with ``to="head"`` the result goes to
+        :meth:`head_blocks` and :meth:`nll_at`. At the residual of a forward pass of the same texts this is,
+        bit for bit, that pass.
+
+        Raises:
+            ConfigError: a site that is no branch of this model, or ``to`` that does not come behind
+                ``after``.
+            DataError, BudgetExceeded: as for :meth:`hidden`.
+        """
+        order = [*self.branches(), "head"]
+        for site in (after, to):
+            if site not in order:
+                raise ConfigError(f"'{site}' adds nothing to the residual stream: name a branch of a layer")
+        first, last = order.index(after) + 1, order.index(to)
+        if first > last:
+            raise ConfigError(f"{to} does not come behind {after}")
+        for site in order[first:last]:
+            z = z + self.branch(site, z).update
+        return z
+
+    @torch.no_grad()
+    def nll_at(self, z: Tensor, ids: Tensor) -> Tensor:
+        """The residual ``z (B, T, C)`` that enters the head and its ids ``(B, T)`` to nats ``(B, T − 1)``.
+
+        Raises:
+            ConfigError: a family whose layers are not known.
+            DataError, BudgetExceeded: as for :meth:`nll`.
+        """
+        ids = self._checked(ids)
+        layout = known_layout(self.family, self._layout)
+        return self._losses(getattr(self._built.base, layout.norm)(self._float(z)), ids)
 
     @torch.no_grad()
     def branch(self, site: str, z: Tensor, probabilities: bool = False) -> Branch:
@@ -302,14 +347,29 @@ class StreamedLM:
         most = self._sizes().together(texts.shape[1], self.budget_mib)
         return [texts] if most is None else list(texts.tensor_split(-(-len(texts) // most)))
 
-    def _reading(self, label: str, groups: int, order: list[str]) -> AbstractContextManager[None]:
-        return self._built.reader.reading(f"{label} {groups}", order * groups)
+    @contextmanager
+    def _reading(self, label: str, groups: int, order: list[str]) -> Iterator[None]:
+        """A pass of ``groups`` groups of texts; what a team does not do runs on this thread alone.
+
+        The other threads of torch would otherwise wait for more work in a loop, on the cores of the team.
+        """
+        with self._built.reader.reading(f"{label} {groups}", order * groups):
+            threads = torch.get_num_threads()
+            if self._built.reader.team.size == 1:
+                yield
+                return
+            torch.set_num_threads(1)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(threads)
 
     def _states(self, ids: Tensor) -> Tensor:
         return self._built.base(input_ids=ids, use_cache=False).last_hidden_state
 
-    def _nll(self, ids: Tensor) -> Tensor:
-        states = self._states(ids)[:, :-1].reshape(-1, self.width)
+    def _losses(self, states: Tensor, ids: Tensor) -> Tensor:
+        """Final states ``(B, T, C)`` and ids ``(B, T)`` to nats ``(B, T − 1)``."""
+        states = states[:, :-1].reshape(-1, self.width)
         targets = ids[:, 1:].reshape(-1)
 
         def reduce(start: int, logits: Tensor) -> tuple[Tensor, Tensor]:
