@@ -14,14 +14,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from twinscope.lab.errors import DataError
+from twinscope.lab.config import suggestion
+from twinscope.lab.errors import ConfigError, DataError
+from twinscope.lab.frames import frame_of, lists_of
 from twinscope.lab.headlines import HEADLINES
 from twinscope.lab.schemas import SCHEMAS
 from twinscope.lab.schemas.parts import Envelope, Status
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 VERSION = 1
 MAX_BYTES = 256 * 1024 * 1024
@@ -41,6 +46,23 @@ class Record:
     summary: dict[str, Any]
     rows: list[dict[str, Any]]
     claims: list[dict[str, str]]
+
+    def frame(self, part: str = "rows") -> pd.DataFrame:
+        """A list of the record as a pandas frame: ``rows``, ``claims``, or a list of the summary by place.
+
+        ``frame("pairs")`` is that of ``summary["pairs"]``; objects inside an entry become columns such as
+        ``train_step_ratio.median`` (``lab/frames.py``).
+
+        Raises:
+            ConfigError: the record has no such list, or pandas is not installed.
+        """
+        parts = {"rows": self.rows, "claims": self.claims} | lists_of(self.summary)
+        if part not in parts:
+            raise ConfigError(
+                f"a {self.verb} record has no list '{part}'{suggestion(part, list(parts))}; it has "
+                f"{', '.join(parts)}"
+            )
+        return frame_of(parts[part])
 
 
 def validate(record: Mapping[str, Any]) -> Record:
