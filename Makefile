@@ -23,7 +23,7 @@ test: setup
 	@$(BIN)/python -m pytest
 
 check: setup
-	@$(BIN)/ruff check src tests benchmarks
+	@$(BIN)/ruff check src tests benchmarks docs
 	@$(BIN)/ruff format --check src tests benchmarks
 	@$(BIN)/pyright
 	@$(BIN)/python -m pytest -q tests/test_floors.py

@@ -20,7 +20,7 @@ FILES = sorted((Path(__file__).parents[1] / "experiments").glob("*.toml"))
 def test_it_reads(path):
     schemas = {
         "leak": LeakConfig, "collapse": CollapseConfig, "cost": CostConfig, "frontier": CostConfig,
-        "reuse": ReuseConfig,
+        "reuse": ReuseConfig, "neurons": ReuseConfig,
     }  # fmt: skip
     config = read_config(path, schemas.get(path.stem.partition("-")[0], TrainConfig))
     assert config.name == path.stem

@@ -23,7 +23,7 @@ from twinscope.lab.errors import ConfigError, DataError, Stopped
 from twinscope.lab.record import headline, load_record
 from twinscope.lab.run import Run
 from twinscope.models.store.origin import file_sha256
-from twinscope.reuse import plan_run, scan_run
+from twinscope.reuse import plan_run, scan_run, sitting
 from twinscope.reuse.plan import PLAN_FILE
 from twinscope.reuse.scan import open_heldout
 
@@ -38,7 +38,7 @@ CHECKED = SimpleNamespace(
 def _places(tmp_path, monkeypatch):
     monkeypatch.setenv("TWINSCOPE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("TWINSCOPE_RUNS", str(tmp_path / "runs"))
-    monkeypatch.setattr(scan_run, "find_parity", lambda folder: CHECKED)
+    monkeypatch.setattr(sitting, "find_parity", lambda folder: CHECKED)
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +198,7 @@ def test_weights_parity_and_the_seal_hold_a_level_down(tmp_path, source, monkeyp
     with pytest.raises(ConfigError, match="is no pair: write two sites"):
         scan_run.prepare(plan_run.plan_of_run(plan), ["layers.1.mlp"])
 
-    monkeypatch.setattr(scan_run, "find_parity", lambda folder: None)
+    monkeypatch.setattr(sitting, "find_parity", lambda folder: None)
     path = scanned(planned(tmp_path, source), tmp_path / "runs")
     assert set(levels(path).values()) == {"capacity"}
     assert "run twinscope model check" in load_record(path).summary["parity"]["detail"]
@@ -212,9 +212,9 @@ def test_parity_is_checked_in_a_process_of_its_own(tmp_path, source, monkeypatch
             asked.append((arguments[:3], timeout))
             return {"code": code, "error": "out of time"}
 
-        monkeypatch.setattr(scan_run, "call_apart", call)
+        monkeypatch.setattr(sitting, "call_apart", call)
 
-    monkeypatch.setattr(scan_run, "find_parity", lambda folder: CHECKED if len(asked) == 2 else None)
+    monkeypatch.setattr(sitting, "find_parity", lambda folder: CHECKED if len(asked) == 2 else None)
     plan = planned(tmp_path, source, parity="check")
     check(75)
     with pytest.raises(Stopped, match=r"check of parity stopped \(out of time\); plan with reuse\.parity"):
@@ -227,7 +227,7 @@ def test_parity_is_checked_in_a_process_of_its_own(tmp_path, source, monkeypatch
     assert asked == [(("model", "check", str(tmp_path / "model")), 1800.0)] * 2
     assert levels(path)[COPIED] == "candidate"
     check(65)
-    monkeypatch.setattr(scan_run, "find_parity", lambda folder: None)
+    monkeypatch.setattr(sitting, "find_parity", lambda folder: None)
     path = scanned(plan, tmp_path / "failed")
     assert load_record(path).summary["parity"]["detail"] == "the check gave no receipt: out of time"
     assert levels(path)[COPIED] == "capacity"
@@ -274,14 +274,14 @@ def test_a_stop_between_units_is_resumed_to_the_same_record(tmp_path, source, un
     expected = essence(scanned(plan, tmp_path / "reference"))
     prepared = scan_run.prepare(plan_run.plan_of_run(plan))
     units = iter(range(1000))
-    honest = scan_run._Clock.check
+    honest = sitting.Clock.check
 
     def check(self: Any) -> None:
         if next(units) == unit:
             run.request_stop("a test")
         honest(self)
 
-    monkeypatch.setattr(scan_run._Clock, "check", check)
+    monkeypatch.setattr(sitting.Clock, "check", check)
     with scan_run.create_run(prepared, tmp_path / "stopped") as run:
         with pytest.raises(Stopped, match=r"stopped by a test in .* continue with: twinscope resume"):
             scan_run.scan(prepared, run, quiet=True)

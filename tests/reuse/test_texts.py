@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 from tiny_llama import SENTENCE, write_text
@@ -159,3 +161,41 @@ def test_characters_of_a_corpus_are_tokens_of_a_model_without_tokenizer(tmp_path
     chosen = choose_texts(settings, codec, 0)
     assert [len(item.text) for item in chosen] == [12] * 4
     assert codec.policy == "none: characters, 26 symbols, which have no such token"
+
+
+def paragraphs(words: int, count: int) -> str:
+    """So many paragraphs of so many words of five random letters each."""
+    letters = np.random.default_rng(words).integers(97, 123, size=(count, words, 5))
+    return "\n\n".join(" ".join("".join(map(chr, word)) for word in part) for part in letters.tolist())
+
+
+def test_paragraphs_shorter_than_the_window_are_read_on_into_the_next(tmp_path):
+    corpus, held = tmp_path / "short.txt", tmp_path / "held.txt"
+    corpus.write_text(paragraphs(60, 40))
+    held.write_text(paragraphs(3, 400))
+    settings = TextSettings(
+        corpus=str(corpus), heldout_corpus=str(held), tokenizer="char", tokens=64, calibration=3, heldout=3
+    )
+    codec = TextCodec("", lambda text: [ord(c) for c in text], lambda ids: "".join(map(chr, ids)), (), "", "")
+    chosen = choose_texts(settings, codec, 0)
+    calibration, heldout = chosen[:3], chosen[3:]
+    # Where paragraphs are long enough, no text crosses the end of one.
+    assert not any("\n" in item.text or "across" in item.origin for item in calibration)
+    assert all("\n\n" in item.text and "heldout part, across paragraphs" in item.origin for item in heldout)
+    for item in heldout:
+        start = int(item.origin.rpartition(" ")[2])
+        assert held.read_text()[start:].startswith(item.text)
+        assert start == 0 or held.read_text()[:start].endswith("\n\n")
+    refuse_overlap(chosen, settings.max_overlap)
+
+
+def test_texts_stand_apart_from_those_that_were_chosen_before(tmp_path):
+    corpus = tmp_path / "text.txt"
+    corpus.write_text(paragraphs(60, 60))
+    settings = TextSettings(corpus=str(corpus), tokenizer="char", tokens=64, calibration=3, heldout=2)
+    codec = TextCodec("", lambda text: [ord(c) for c in text], lambda ids: "".join(map(chr, ids)), (), "", "")
+    first = choose_texts(settings, codec, 0)
+    second = choose_texts(settings, codec, 0, beside=first)
+    assert [item.name for item in second] == [item.name for item in first]
+    refuse_overlap([*(replace(item, name=f"first-{item.name}") for item in first), *second], 0.2)
+    assert not {item.ids for item in first} & {item.ids for item in second}

@@ -50,6 +50,13 @@ def write_text(path: Path, words: int = 3000, seed: int = 0) -> Path:
     return path
 
 
+def write_letters(path: Path, paragraphs: int = 200, seed: int = 0) -> Path:
+    """Paragraphs of 60 words of five random letters, so that no two windows share more than a little."""
+    letters = np.random.default_rng(seed).integers(97, 123, size=(paragraphs, 60, 5)).tolist()
+    path.write_text("\n\n".join(" ".join("".join(map(chr, word)) for word in part) for part in letters))
+    return path
+
+
 def tiny_config(folder: Path, text: Path, **changes: Any) -> ReuseConfig:
     """The configuration of a scan of ``folder`` on ``text``; ``changes`` go into ``[reuse]``."""
     reuse: dict[str, Any] = {

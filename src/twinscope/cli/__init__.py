@@ -15,9 +15,11 @@ from typing import Annotated
 
 import typer
 
-from twinscope.cli import cost, models, reuse, runs, training
-from twinscope.cli.outcome import complain
+from twinscope.cli import cost, models, ranks, reuse, runs, training
+from twinscope.cli.outcome import complain, reporting
 from twinscope.lab.config import suggestion
+from twinscope.lab.errors import ConfigError
+from twinscope.lab.launch import place
 
 app = typer.Typer(
     name="twinscope",
@@ -38,8 +40,17 @@ def _global(
     if version:
         print(metadata.version("twinscope"))
         raise typer.Exit
-    if context.invoked_subcommand is None:
+    verb = context.invoked_subcommand
+    if verb is None:
         print(context.get_help())
+    elif verb not in ranks.KNOW_RANKS and os.environ.get("WORLD_SIZE", "1").strip() not in ("", "1"):
+        # Only here, because it prints the JSON line also of what went well.
+        with reporting("--json" in sys.argv, debug=False):
+            if place() is not None:
+                raise ConfigError(
+                    f"{verb} does not run over ranks, and WORLD_SIZE = {os.environ['WORLD_SIZE']} says that "
+                    "this is one of several: start it without torchrun, or unset WORLD_SIZE"
+                )
 
 
 #: The verbs in the order in which the help lists them; each is named after its function.
@@ -49,9 +60,12 @@ VERBS = (
     training.leak,
     training.collapse,
     cost.cost,
+    ranks.ranks,
     reuse.probe,
     reuse.plan,
     reuse.scan,
+    reuse.swap,
+    reuse.neurons,
     runs.resume,
     runs.runs,
     runs.report,
@@ -66,6 +80,9 @@ def main(arguments: list[str] | None = None) -> None:
     # On a machine whose cores others use too, OpenMP threads that spin while they wait bring two threads to a
     # crawl (measured: over 25 s for what takes 3 s). A short spin costs 0 to 3 % on an idle machine.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    if os.environ.get("WORLD_SIZE"):
+        # Warnings of the library about a rank that is gone come with its stack, and hide our one sentence.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         code = app(arguments, standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,8 @@ from typing import Any
 
 import typer
 
-from twinscope.lab.errors import TwinscopeError
+from twinscope.lab.errors import ConfigError, RankLost, TwinscopeError
+from twinscope.lab.launch import Place, place
 from twinscope.lab.run import Run, run_info
 
 
@@ -30,9 +32,14 @@ class Outcome:
 
 @contextmanager
 def reporting(as_json: bool, debug: bool) -> Iterator[Outcome]:
-    """Print the JSON line at the end and turn errors into a sentence and an exit code."""
+    """Print the JSON line at the end and turn errors into a sentence and an exit code.
+
+    Of several ranks, rank 0 speaks; another one prints only what rank 0 cannot know.
+    """
     outcome = Outcome()
     code = 0
+    where = _place()
+    leads = where is None or where.rank == 0
     try:
         yield outcome
     except TwinscopeError as error:
@@ -41,14 +48,16 @@ def reporting(as_json: bool, debug: bool) -> Iterator[Outcome]:
         code = error.exit_code
         outcome.status = "stopped" if code == 75 else "failed"
         outcome.more["error"] = str(error)
-        complain(str(error))
+        if leads or isinstance(error, RankLost):
+            complain(str(error))
     except (typer.Exit, typer.Abort, typer.TyperException, BrokenPipeError):
         raise
     except KeyboardInterrupt:
         code, outcome.status = 75, "stopped"
         retry = f"continue with: twinscope resume {outcome.run}" if outcome.run else "start it again"
         outcome.more["error"] = f"interrupted; {retry}"
-        complain(outcome.more["error"])
+        if leads:
+            complain(outcome.more["error"])
     except Exception as error:
         if _out_of_memory(error):
             code = 75
@@ -63,8 +72,13 @@ def reporting(as_json: bool, debug: bool) -> Iterator[Outcome]:
                 f"a defect of twinscope, not of your input: {type(error).__name__}: {error} "
                 "(run again with --debug for the traceback)"
             )
-    if as_json:
+    if as_json and leads:
         print(outcome.line(), flush=True)
+    if code and where is not None:
+        # Closing the connections of a failed job waits for ranks that may be waiting for this one.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     if code:
         raise typer.Exit(code)
 
@@ -82,13 +96,26 @@ def close(path: Path, record: dict[str, Any], quiet: bool, outcome: Outcome) -> 
         return
     outcome.more["report"] = str(page)
     if not quiet:
-        info = run_info(path)
-        if info.headline:
-            print(info.headline)
-        for claim in record["claims"]:
-            print(f"- {claim['statement']}")
-        print(f"run:    {path}")
+        say(path, record)
         print(f"report: {page}")
+
+
+def say(path: Path, record: dict[str, Any]) -> None:
+    """Print headline, claims and place of a complete run."""
+    info = run_info(path)
+    if info.headline:
+        print(info.headline)
+    for claim in record["claims"]:
+        print(f"- {claim['statement']}")
+    print(f"run:    {path}")
+
+
+def _place() -> Place | None:
+    """The place among several ranks; a verb that needs one says what is wrong with it."""
+    try:
+        return place()
+    except ConfigError:
+        return None
 
 
 def _out_of_memory(error: Exception) -> bool:

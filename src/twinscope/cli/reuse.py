@@ -1,4 +1,4 @@
-"""Verbs of functional reuse, in the order of evidence: probe, plan, scan."""
+"""Verbs of functional reuse, in the order of evidence: probe, plan, scan, swap; and neurons."""
 
 from __future__ import annotations
 
@@ -89,17 +89,7 @@ def scan(
     Example: twinscope scan experiments/reuse-smollm2.toml
     """
     with reporting(as_json, debug) as outcome:
-        sealed = target
-        if target.suffix == ".toml" and not target.is_dir():
-            from twinscope.reuse.apart import call_apart, required
-
-            # A corpus and a tokenizer take memory that the process of the scan would not give back.
-            options = [f"--set={change}" for change in overrides or []] + (["--quiet"] if quiet else [])
-            done = call_apart("plan", str(target), f"--runs={runs_root(runs)}", *options)
-            sealed = Path(required(done)["run"])
-            outcome.more["plan"] = str(sealed)
-        elif overrides:
-            raise ConfigError("--set changes a TOML file, and this plan is sealed: make a new plan")
+        sealed = _sealed(target, overrides or [], runs, quiet, outcome)
         from twinscope.reuse import scan_run
         from twinscope.reuse.plan_run import plan_of_run
 
@@ -109,6 +99,117 @@ def scan(
             announce(run, quiet or as_json)
             record = scan_run.scan(prepared, run, quiet)
             _close(run.path, record, quiet or as_json, outcome)
+
+
+def swap(
+    target: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a finished scan.")],
+    pair: Annotated[
+        str | None,
+        typer.Option(
+            "--pair", metavar="SITE=SITE", help="Pair instead of the scan's candidate; exploratory."
+        ),
+    ] = None,
+    texts: Annotated[
+        int | None, typer.Option(min=2, help="So many other texts of each split [default: the plan's own].")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=8, help="Other texts of so many tokens [default: the plan's own].")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Stop softly after so many minutes; resumable.")] = 120.0,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Replace every site by every other of its kind; exploratory.")
+    ] = False,
+    kinds: Annotated[
+        list[str] | None,
+        typer.Option("--kind", metavar="KIND", help="Kind to sweep [default: attention, mlp]; repeatable."),
+    ] = None,
+    every: Annotated[int, typer.Option(min=1, help="Sweep every N-th site of a kind only.")] = 1,
+    runs: Runs = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Replace each of two modules by the other, and measure what the whole model's loss says.
+
+    Takes the scan's candidate of least strain. Calibration text first, from which the number of texts that
+    the margin needs is computed; then held-out text, opened once, with every null in the same place.
+
+    Example: twinscope swap runs/20261130T141530Z-scan-reuse-smollm2 --texts 64 --tokens 256
+    """
+    with reporting(as_json, debug) as outcome:
+        if sweep and pair is not None:
+            raise ConfigError("--pair and --sweep: give one of the two, a sweep replaces every pair")
+        if not sweep and (kinds or every != 1):
+            raise ConfigError("--kind and --every say what a sweep replaces: give --sweep with them")
+        if sweep:
+            from twinscope.reuse import sweep_run
+
+            swept = sweep_run.prepare(target, kinds, every, texts, tokens, minutes, quiet)
+            with sweep_run.create_run(swept, runs_root(runs)) as run:
+                outcome.run = run.path
+                announce(run, quiet or as_json)
+                record = sweep_run.sweep(swept, run, quiet)
+                _close(run.path, record, quiet or as_json, outcome)
+            return
+        from twinscope.reuse import swap_run
+
+        prepared = swap_run.prepare(target, pair, texts, tokens, minutes, quiet)
+        with swap_run.create_run(prepared, runs_root(runs)) as run:
+            outcome.run = run.path
+            announce(run, quiet or as_json)
+            record = swap_run.swap(prepared, run, quiet)
+            _close(run.path, record, quiet or as_json, outcome)
+
+
+def neurons(
+    target: Annotated[
+        Path,
+        typer.Argument(metavar="PLAN", help="Directory of a plan run, its plan.json, or a TOML file."),
+    ],
+    overrides: Set = None,
+    runs: Runs = None,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Look for neurons that compute the same function in four layers, and replace them by each other.
+
+    All neurons of the layers that the plan fixed: search and null on calibration text, confirmation and
+    replacement on held-out text, opened once. A TOML file is planned and sealed first.
+
+    Example: twinscope neurons experiments/neurons-smollm2.toml
+    """
+    with reporting(as_json, debug) as outcome:
+        sealed = _sealed(target, overrides or [], runs, quiet, outcome)
+        from twinscope.reuse.neurons import run as neurons_run
+        from twinscope.reuse.plan_run import plan_of_run
+
+        prepared = neurons_run.prepare(plan_of_run(sealed), quiet)
+        with neurons_run.create_run(prepared, runs_root(runs)) as run:
+            outcome.run = run.path
+            announce(run, quiet or as_json)
+            record = neurons_run.neurons(prepared, run, quiet)
+            _close(run.path, record, quiet or as_json, outcome)
+
+
+def _sealed(target: Path, overrides: list[str], runs: Path | None, quiet: bool, outcome: Outcome) -> Path:
+    """The sealed plan that an argument names; a TOML file is planned and sealed now.
+
+    Raises:
+        ConfigError: a plan that is sealed already is to be changed; and what planning raises.
+    """
+    if target.suffix == ".toml" and not target.is_dir():
+        from twinscope.reuse.apart import call_apart, required
+
+        # A corpus and a tokenizer take memory that the process of the scan would not give back.
+        options = [f"--set={change}" for change in overrides] + (["--quiet"] if quiet else [])
+        done = call_apart("plan", str(target), f"--runs={runs_root(runs)}", *options)
+        sealed = Path(required(done)["run"])
+        outcome.more["plan"] = str(sealed)
+        return sealed
+    if overrides:
+        raise ConfigError("--set changes a TOML file, and this plan is sealed: make a new plan")
+    return target
 
 
 def _close(path: Path, record: dict[str, Any], quiet: bool, outcome: Outcome) -> None:

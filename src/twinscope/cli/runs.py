@@ -14,7 +14,9 @@ from rich.table import Table
 
 from twinscope.cli.options import AsJson, Debug, Quiet, Runs
 from twinscope.cli.outcome import close, reporting
+from twinscope.cli.ranks import resume_over_ranks
 from twinscope.lab.errors import ConfigError, TwinscopeError
+from twinscope.lab.launch import place
 from twinscope.lab.run import Run, list_runs, runs_root
 
 
@@ -28,17 +30,22 @@ def resume(
 
     Example: twinscope resume runs/20261130T141530Z-train-twin-sotu
     """
-    with reporting(as_json, debug) as outcome, Run.open(run) as opened:
-        outcome.run = opened.path
-        if run_info_status(opened.path) == "complete":
-            raise ConfigError(f"{opened.path} is complete: there is nothing to resume")
-        verbs = _resumable()
-        if opened.verb not in verbs:
-            raise ConfigError(
-                f"runs of the verb '{opened.verb}' cannot be resumed (known: {', '.join(verbs)})"
-            )
-        record = import_module(verbs[opened.verb]).resume(opened, quiet)
-        close(opened.path, record, quiet or as_json, outcome)
+    with reporting(as_json, debug) as outcome:
+        where = place()
+        if where is not None:
+            resume_over_ranks(where, run, quiet or as_json, outcome)
+            return
+        with Run.open(run) as opened:
+            outcome.run = opened.path
+            if run_info_status(opened.path) == "complete":
+                raise ConfigError(f"{opened.path} is complete: there is nothing to resume")
+            verbs = _resumable()
+            if opened.verb not in verbs:
+                raise ConfigError(
+                    f"runs of the verb '{opened.verb}' cannot be resumed (known: {', '.join(verbs)})"
+                )
+            record = import_module(verbs[opened.verb]).resume(opened, quiet)
+            close(opened.path, record, quiet or as_json, outcome)
 
 
 def runs(runs: Runs = None, as_json: AsJson = False, debug: Debug = False) -> None:
@@ -118,6 +125,9 @@ def _resumable() -> dict[str, str]:
         "collapse": "twinscope.propagation.collapse.run",
         "cost": "twinscope.propagation.cost.run",
         "probe": "twinscope.reuse.capacity",
+        "ranks": "twinscope.propagation.ranks.run",
         "plan": "twinscope.reuse.plan_run",
         "scan": "twinscope.reuse.scan_run",
+        "swap": "twinscope.reuse.swap_run",
+        "neurons": "twinscope.reuse.neurons.run",
     }

@@ -10,7 +10,9 @@ import typer
 
 from twinscope.cli.options import AsJson, Config, Debug, Quiet, Runs, Set
 from twinscope.cli.outcome import Outcome, announce, close, reporting
+from twinscope.cli.ranks import train_over_ranks
 from twinscope.lab.config import parse_config, read_config, with_overrides
+from twinscope.lab.launch import place
 from twinscope.lab.run import Run, runs_root
 
 
@@ -52,11 +54,16 @@ def train(
     """Train arms side by side from one start: by default 'ep' and its twin 'bp'.
 
     Same initial weights, same batch at each step, same optimizer; evaluated on the same held-out batches.
-    The result compares every arm with backpropagation, window by window of steps.
+    The result compares every arm with backpropagation, window by window of steps. Started by torchrun, the
+    batch is split over all ranks.
 
     Example: twinscope train experiments/twin-sotu.toml --set train.seeds=[0]
     """
     with reporting(as_json, debug) as outcome:
+        where = place()
+        if where is not None:
+            train_over_ranks(where, config, overrides or [], runs, quiet, outcome)
+            return
         from twinscope.propagation.config import TrainConfig
 
         _train_and_report(read_config(config, TrainConfig, overrides or []), runs, quiet, outcome)

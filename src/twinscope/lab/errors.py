@@ -49,3 +49,7 @@ class BudgetExceeded(Stopped):
         self.kind = kind
         self.value = value
         self.limit = limit
+
+
+class RankLost(Stopped):
+    """Another process of the same job ended or does not answer; the run can be resumed (exit code 75)."""

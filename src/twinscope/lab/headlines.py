@@ -63,6 +63,17 @@ def cost(summary: Summary, rows: Rows) -> str:
     )
 
 
+def ranks(summary: Summary, rows: Rows) -> str:
+    """Whether all ranks give what one gives, and how near, in each precision."""
+    worst = {
+        precision: max(arm["worst_difference"] for arm in summary["arms"] if arm["precision"] == precision)
+        for precision in dict.fromkeys(arm["precision"] for arm in summary["arms"])
+    }
+    differs = ", ".join(f"{value:.1e} in {precision}" for precision, value in worst.items())
+    verdict = "the gradient of one" if summary["passed"] else "not the gradient of one"
+    return f"{summary['ranks']} ranks over {summary['backend']} give {verdict}: blocks differ by {differs}"
+
+
 def plan(summary: Summary, rows: Rows) -> str:
     """What is fixed, under which seal."""
     return (
@@ -82,6 +93,17 @@ def scan(summary: Summary, rows: Rows) -> str:
     )
 
 
+def neurons(summary: Summary, rows: Rows) -> str:
+    """How many neurons have a duplicate, beyond which null, and the highest level of any."""
+    planted = ", copies planted" if summary["planted"] else ""
+    searched = sum(layer["neurons"] for layer in summary["layers"])
+    return (
+        f"{len(summary['duplicates'])} duplicated pairs among {searched} neurons of {len(summary['layers'])} "
+        f"layers ({summary['weights']} weights{planted}): {summary['level']}; the null reaches a correlation "
+        f"of {summary['null_max_correlation']:.2f}; peak {summary['peak_rss_mib']:.0f} MiB"
+    )
+
+
 def check(summary: Summary, rows: Rows) -> str:
     """Whether the streamed forward equals the library's, and by how much it differs."""
     where = "parity" if summary["passed"] else f"no parity, first in {summary['first_part']}"
@@ -91,6 +113,30 @@ def check(summary: Summary, rows: Rows) -> str:
     )
 
 
+def swap(summary: Summary, rows: Rows) -> str:
+    """What replacing does in either direction, or over every pair, and the level that it reaches."""
+    planted = ", copies planted" if summary["planted"] else ""
+    weights = f"{summary['weights']} weights{planted}"
+    if summary["mode"] == "sweep":
+        counts = [
+            f"{sum(row.count('equivalent') for row in _off_diagonal(kind['verdict']))} of "
+            f"{kind['pairs']} {kind['kind']} replacements"
+            for kind in summary["kinds"]
+        ]
+        return f"within ±{summary['margin']:g} nats: {', '.join(counts)} ({weights}, exploratory)"
+    found = [
+        f"{item['direction']} {item['delta_nll']:+.4f} [{item['low']:+.4f}, {item['high']:+.4f}] "
+        f"{item['verdict'] or 'no verdict'}"
+        for item in summary["directions"]
+    ]
+    added = ", exploratory" if summary["pair"]["exploratory"] else ""
+    return f"{'; '.join(found)}: {summary['level']} ({weights}{added})"
+
+
+def _off_diagonal(matrix: list[list[Any]]) -> list[list[Any]]:
+    return [[*row[:place], *row[place + 1 :]] for place, row in enumerate(matrix)]
+
+
 #: Verb -> its headline from summary and rows; a verb without one is left out.
 HEADLINES: dict[str, Callable[[Summary, Rows], str | None]] = {
     "train": train,
@@ -98,7 +144,10 @@ HEADLINES: dict[str, Callable[[Summary, Rows], str | None]] = {
     "check": check,
     "collapse": collapse,
     "cost": cost,
+    "neurons": neurons,
     "plan": plan,
     "probe": probe,
+    "ranks": ranks,
     "scan": scan,
+    "swap": swap,
 }

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
 
 from twinscope.lab.durable import read_journal, sync_folder, write_all, write_atomic, writing
 from twinscope.lab.errors import ConfigError, DataError, TwinscopeError
@@ -258,9 +258,17 @@ class Run:
                 os.fsync(self._journal)
 
 
+class Stoppable(Protocol):
+    """What a signal can ask to stop."""
+
+    def request_stop(self, reason: str) -> None:
+        """Ask it to stop at its next safe point."""
+        ...
+
+
 @contextmanager
-def stop_signals(run: Run) -> Iterator[None]:
-    """Let SIGINT and SIGTERM set ``run.stop_requested``; a second SIGINT raises KeyboardInterrupt.
+def stop_signals(run: Stoppable) -> Iterator[None]:
+    """Let SIGINT and SIGTERM ask ``run`` to stop; a second SIGINT raises KeyboardInterrupt.
 
     Handlers of before are put back at the end. Outside the main thread, where Python allows no
     handlers, nothing changes.

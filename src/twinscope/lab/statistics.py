@@ -20,6 +20,7 @@ Sources
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import numpy as np
@@ -288,11 +289,17 @@ def tost_power(n: int, sd: float, margin: float, difference: float = 0.0, alpha:
     last = min(float(stats.chi.isf(1e-14, dof)), margin * scale * np.sqrt(dof) / quantile)
     if last <= first:
         return 0.0
-    nodes, weights = np.polynomial.legendre.leggauss(120)
+    nodes, weights = _nodes()
     chi = first + (nodes + 1.0) * (last - first) / 2.0
     half = margin * scale - quantile * chi / np.sqrt(dof)
     inside = stats.norm.cdf(half - difference * scale) - stats.norm.cdf(-half - difference * scale)
     return float((last - first) / 2.0 * np.sum(weights * stats.chi.pdf(chi, dof) * inside))
+
+
+@cache
+def _nodes() -> tuple[np.ndarray, np.ndarray]:
+    # To find them takes longer than to use them.
+    return np.polynomial.legendre.leggauss(120)
 
 
 def texts_needed(sd: float, margin: float, power: float = 0.8, alpha: float = 0.05) -> int:

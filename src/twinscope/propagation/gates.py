@@ -15,6 +15,7 @@ from twinscope.lab.errors import ConfigError
 from twinscope.models.decoder import Decoder
 from twinscope.propagation.estimators import bp_gradient, ep_gradient
 from twinscope.propagation.gradients import Gradient, parameter_names
+from twinscope.propagation.ranks.group import Ranks
 from twinscope.propagation.settings import EPSettings
 
 #: Largest drop of the median block cosine that amp may cost before training in amp is refused.
@@ -53,16 +54,23 @@ class Gate:
 
 
 def fidelity_gate(
-    model: Decoder, tokens: Tensor, targets: Tensor, settings: EPSettings, seed: int, step: int
+    model: Decoder,
+    tokens: Tensor,
+    targets: Tensor,
+    settings: EPSettings,
+    seed: int,
+    step: int,
+    ranks: Ranks | None = None,
 ) -> Gate:
     """Compare EP under ``settings`` and its K = 0 control with BP; batch (B, T) int64.
 
-    The reference is BP in full precision, also where the arm runs in amp.
+    The reference is BP in full precision, also where the arm runs in amp. With ``ranks``, each computes its
+    texts of the batch, and all get the same gate.
     """
-    reference = bp_gradient(model, tokens, targets).grads
-    found = ep_gradient(model, tokens, targets, settings, seed, step)
+    reference = bp_gradient(model, tokens, targets, ranks=ranks).grads
+    found = ep_gradient(model, tokens, targets, settings, seed, step, ranks=ranks)
     still = settings.model_copy(update={"rounds": 0, "read": "linear"})
-    control = ep_gradient(model, tokens, targets, still, seed, step)
+    control = ep_gradient(model, tokens, targets, still, seed, step, ranks=ranks)
     return Gate(cosines(model, found.grads, reference), cosines(model, control.grads, reference), found)
 
 
@@ -79,14 +87,20 @@ class AmpGate:
 
 
 def amp_gate(
-    model: Decoder, tokens: Tensor, targets: Tensor, settings: EPSettings, seed: int, step: int
+    model: Decoder,
+    tokens: Tensor,
+    targets: Tensor,
+    settings: EPSettings,
+    seed: int,
+    step: int,
+    ranks: Ranks | None = None,
 ) -> AmpGate:
     """Measure what amp costs an EP gradient on this model and batch (METHOD 1.1)."""
-    reference = bp_gradient(model, tokens, targets).grads
+    reference = bp_gradient(model, tokens, targets, ranks=ranks).grads
     medians = []
     for precision in ("amp", "fp32"):
         arm = settings.model_copy(update={"precision": precision})
-        found = ep_gradient(model, tokens, targets, arm, seed, step, diagnose=False)
+        found = ep_gradient(model, tokens, targets, arm, seed, step, diagnose=False, ranks=ranks)
         medians.append(median(cosines(model, found.grads, reference).blocks))
     return AmpGate(*medians)
 

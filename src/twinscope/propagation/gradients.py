@@ -6,6 +6,7 @@ estimators.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from twinscope.lab.errors import ConfigError
 from twinscope.models.decoder import Decoder
+from twinscope.propagation.ranks.buckets import Reduction
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,18 @@ def parameter_names(model: Decoder) -> ParameterNames:
 
 
 class GradientSum:
-    """Gradients by parameter name; contributions to one parameter (tied weights, two phases) add."""
+    """Gradients by parameter name; contributions to one parameter (tied weights, two phases) add.
 
-    def __init__(self, model: Decoder) -> None:
+    With a ``reduction``, they add over ranks too: a block's sum is sent off once it was read in each of the
+    ``phases``, while lower blocks are still to be read.
+    """
+
+    def __init__(self, model: Decoder, reduction: Reduction | None = None, phases: int = 1) -> None:
         self._model = model
         self._grads: dict[str, Tensor] = {}
+        self._reduction = reduction
+        self._phases = phases
+        self._reads: Counter[str] = Counter()
 
     def add(self, named: Sequence[tuple[str, nn.Parameter]], found: Sequence[Tensor | None]) -> None:
         for (name, _), grad in zip(named, found, strict=True):
@@ -81,12 +90,27 @@ class GradientSum:
                 held = self._grads.get(name)
                 self._grads[name] = grad if held is None else held + grad
 
+    def add_block(self, named: Sequence[tuple[str, nn.Parameter]], found: Sequence[Tensor | None]) -> None:
+        """As :meth:`add`, for a read of one block: nothing but its reads adds to its parameters."""
+        self.add(named, found)
+        if self._reduction is not None and named:
+            self._reads[named[0][0]] += 1
+            if self._reads[named[0][0]] == self._phases:
+                self._send([name for name, _ in named])
+
+    def _send(self, names: Sequence[str]) -> None:
+        assert self._reduction is not None
+        self._reduction.add({name: self._grads.pop(name) for name in names if name in self._grads})
+
     def found(self, name: str) -> Tensor | None:
         """The gradient of one parameter, None where nothing reached it."""
         return self._grads.get(name)
 
     def result(self, scale: float = 1.0) -> dict[str, Tensor]:
         """Every trainable parameter's gradient, in the model's order; zero where nothing reached it."""
+        if self._reduction is not None:
+            self._send(list(self._grads))
+            self._grads = self._reduction.result()
         if scale != 1.0:
             for grad in self._grads.values():
                 grad.mul_(scale)

@@ -31,6 +31,7 @@ from twinscope.propagation.phases import (
     top,
     trace_block,
 )
+from twinscope.propagation.ranks.group import Ranks
 from twinscope.propagation.settings import EPSettings
 from twinscope.propagation.stages import stage
 
@@ -48,7 +49,7 @@ class Start:
     @property
     def loss(self) -> float:
         """Nats per token at the free states; reading it waits for the device."""
-        return self.cost.item() / self.problem.count
+        return self.problem.mean(self.cost)
 
 
 def begin(
@@ -59,15 +60,16 @@ def begin(
     cost: Cost = summed_cross_entropy,
     *,
     recompute: bool = False,
+    ranks: Ranks | None = None,
 ) -> Start:
     """Free phase and first forces of one batch, ``tokens`` and ``targets`` (B, T) int64.
 
-    With ``recompute`` the free phase keeps states without graphs.
+    With ``recompute`` the free phase keeps states without graphs. Each of ``ranks`` starts its own texts.
 
     Raises:
         ConfigError: the model is no decoder that an estimator can work on (see ``check_decoder``).
     """
-    problem = problem_of(model, tokens, targets, precision, cost)
+    problem = problem_of(model, tokens, targets, precision, cost, ranks)
     free = free_phase(problem, recompute=recompute)
     at_top = top(problem, free.states[-1])
     adjoints = force_sweep(problem, free.states, free.locals, at_top.adjoint)
@@ -75,8 +77,12 @@ def begin(
 
 
 def unit_ratios(start: Start) -> list[float]:
-    """``RMS(d_l) / RMS(z_l)`` of blocks 1 … L at beta 1: the displacement ratio that a nudge multiplies."""
-    return [start.problem.count * ratio for ratio in _ratios(start.adjoints, start.free.states[1:])]
+    """``RMS(d_l) / RMS(z_l)`` of blocks 1 … L at beta 1: the displacement ratio that a nudge multiplies.
+
+    Over several ranks it is that of the whole batch.
+    """
+    ratios = _ratios(start.adjoints, start.free.states[1:], start.problem.ranks)
+    return [start.problem.count * ratio for ratio in ratios]
 
 
 def displacement_factors(start: Start, gain: Sequence[float], sign: int, beta: float) -> list[float]:
@@ -165,7 +171,8 @@ def nudged_phase(
     assert below is not None
     if not diagnose:
         return Outcome(below, [], 0.0)
-    return Outcome(below, _ratios(responses, states[1:]), _residual(responses, fresh, factors))
+    ratios = _ratios(responses, states[1:], problem.ranks)
+    return Outcome(below, ratios, _residual(responses, fresh, factors, problem.ranks))
 
 
 def _read(
@@ -186,7 +193,7 @@ def _read(
             _, local = trace_block(problem, index, z, weights=True)
     group = names.blocks[index]
     below, found = read_block(local, cotangent, [p for _, p in group], through=through, keep=keep)
-    grads.add(group, found)
+    grads.add_block(group, found)
     return below
 
 
@@ -225,16 +232,22 @@ def fused_read(
     return above, fresh[-2::-1]
 
 
-def _ratios(parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> list[float]:
-    return (_norms(parts) / _norms(wholes)).tolist()
+def _ratios(parts: Sequence[Tensor], wholes: Sequence[Tensor], ranks: Ranks | None) -> list[float]:
+    return _ratio(parts, wholes, ranks).tolist()
 
 
-def _norms(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([torch.linalg.vector_norm(t) for t in tensors]).double()
+def _ratio(parts: Sequence[Tensor], wholes: Sequence[Tensor], ranks: Ranks | None) -> Tensor:
+    """Norms of ``parts`` over those of ``wholes``, of the whole batch: one sum over ranks for all."""
+    norms = torch.stack([torch.linalg.vector_norm(t) for t in (*parts, *wholes)]).double()
+    if ranks is not None:
+        norms = ranks.sum(norms.square()).sqrt()
+    return norms[: len(parts)] / norms[len(parts) :]
 
 
-def _residual(responses: Sequence[Tensor], fresh: Sequence[Tensor], factors: Sequence[float]) -> float:
+def _residual(
+    responses: Sequence[Tensor], fresh: Sequence[Tensor], factors: Sequence[float], ranks: Ranks | None
+) -> float:
     """``max_l |z_l - o_l - g_l d_l| / |g_l d_l|``: how far the states are from the nudged fixed point."""
     off = [torch.sub(response, a, alpha=f) for response, a, f in zip(responses, fresh, factors, strict=True)]
-    ratios = _norms(off) / _norms(fresh)
+    ratios = _ratio(off, fresh, ranks)
     return (ratios / ratios.new_tensor(factors).abs()).max().item()

@@ -24,6 +24,7 @@ from torch.func import functional_call
 
 from twinscope.lab.errors import ConfigError
 from twinscope.models.decoder import Decoder, check_decoder
+from twinscope.propagation.ranks.group import Ranks
 from twinscope.propagation.stages import stage
 
 #: Makes the arithmetic of one forward: autocast for amp, nothing otherwise.
@@ -52,28 +53,38 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """What is differentiated: a decoder, one batch, the cost, and the arithmetic of the forwards."""
+    """What is differentiated: a decoder, one batch, the cost, and the arithmetic of the forwards.
+
+    Over several ranks, ``tokens`` and ``targets`` are the texts of this one, and N counts those of all.
+    """
 
     model: Decoder
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64, or whatever the cost takes
     cost: Cost
     cast: Arithmetic
+    count: int  # N, the number of predicted tokens
+    ranks: Ranks | None = None
 
-    @property
-    def count(self) -> int:
-        """N, the number of predicted tokens."""
-        return self.tokens.numel()
+    def mean(self, cost: Tensor) -> float:
+        """Nats per token, from the cost summed over the texts that are here; waits for the device."""
+        return (cost if self.ranks is None else self.ranks.sum(cost.double())).item() / self.count
 
 
-def problem_of(model: Decoder, tokens: Tensor, targets: Tensor, precision: str, cost: Cost) -> Problem:
-    """The problem of one batch, ``tokens`` and ``targets`` (B, T) int64.
+def problem_of(
+    model: Decoder, tokens: Tensor, targets: Tensor, precision: str, cost: Cost, ranks: Ranks | None = None
+) -> Problem:
+    """The problem of one batch, ``tokens`` and ``targets`` (B, T) int64; each of ``ranks`` takes its texts.
 
     Raises:
-        ConfigError: see :func:`check_request`.
+        ConfigError: see :func:`check_request`; or there are more ranks than texts.
     """
     check_request(model, tokens, targets, precision)
-    return Problem(model, tokens, targets, cost, arithmetic(precision, tokens.device))
+    count = tokens.numel()
+    if ranks is not None:
+        rows = ranks.rows(len(tokens))
+        tokens, targets = tokens[rows], targets[rows]
+    return Problem(model, tokens, targets, cost, arithmetic(precision, tokens.device), count, ranks)
 
 
 def check_request(model: Decoder, tokens: Tensor, targets: Tensor, precision: str) -> None:

@@ -22,6 +22,7 @@ from twinscope.lab.run import Run, cache_root, list_runs
 from twinscope.models.source import Initial, ModelSettings, find_source, open_model
 from twinscope.propagation.comparison import claims, summarize
 from twinscope.propagation.config import ArmSettings, TrainConfig
+from twinscope.propagation.ranks.group import Ranks
 from twinscope.propagation.twin import train_arms
 from twinscope.text.batches import heldout_positions, target_positions
 from twinscope.text.datasets import Dataset, DataSettings, open_dataset
@@ -56,7 +57,7 @@ def prepare(config: TrainConfig, quiet: bool = False) -> Prepared:
     return Prepared(config, data, open_model(config.model, data.vocab, data.hashes))
 
 
-def create_run(prepared: Prepared, root: Path) -> Run:
+def create_run(prepared: Prepared, root: Path, verb: str = "train", ranks: Ranks | None = None) -> Run:
     """Make the run directory with configuration and provenance."""
     settings = prepared.config.train
     provenance = collect(
@@ -70,11 +71,15 @@ def create_run(prepared: Prepared, root: Path) -> Run:
             "start": prepared.initial.origin,
         },
     )
-    return Run.create(root, "train", prepared.config.name, to_toml(prepared.config), provenance)
+    if ranks is not None:
+        provenance |= {"ranks": [ranks.size], "backend": ranks.backend}
+    return Run.create(root, verb, prepared.config.name, to_toml(prepared.config), provenance)
 
 
-def train(prepared: Prepared, run: Run, quiet: bool = False) -> dict[str, object]:
+def train(prepared: Prepared, run: Run, quiet: bool = False, ranks: Ranks | None = None) -> dict[str, object]:
     """Train, or continue, ``run`` to its end and write its result; returns the record.
+
+    With ``ranks``, this is rank 0, and the others call ``train_arms``.
 
     Raises:
         Stopped, RunFailed, ConfigError, DataError: see ``carry_out`` and ``train_arms``.
@@ -82,11 +87,12 @@ def train(prepared: Prepared, run: Run, quiet: bool = False) -> dict[str, object
     config, data = prepared.config, prepared.data
 
     require_same_data(run, data)
+    kept = _kept_rows(run, 1 if ranks is None else ranks.size)
 
     def work() -> Findings:
         context = prepared.initial.config.context
         with Progress(config.name, quiet) as progress:
-            train_arms(config, run, data, prepared.initial, progress)
+            train_arms(config, run, data, prepared.initial, progress, ranks, kept)
         starts = heldout_positions(len(data.heldout), context, config.data.batch, config.train.eval_batches)
         baselines = ngram_losses(data, target_positions(starts, context))
         summary = summarize(config, run.rows, data.bytes_per_token, baselines)
@@ -100,8 +106,8 @@ def resume(run: Run, quiet: bool = False) -> dict[str, object]:
     return train(prepare(saved_config(run), quiet), run, quiet)
 
 
-def saved_config(run: Run) -> TrainConfig:
-    """The configuration stored in a run directory.
+def saved_config(run: Run, schema: type[TrainConfig] = TrainConfig) -> TrainConfig:
+    """The configuration stored in a run directory, read as ``schema``.
 
     Raises:
         ConfigError: it is no longer valid, for example because it was edited.
@@ -112,7 +118,7 @@ def saved_config(run: Run) -> TrainConfig:
         mapping = tomllib.loads(run.config_toml)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{run.path / 'config.toml'} is not valid TOML: {error}") from None
-    return parse_config(mapping, TrainConfig, origin=str(run.path / "config.toml"))
+    return parse_config(mapping, schema, origin=str(run.path / "config.toml"))
 
 
 def base_checkpoint(config: TrainConfig, data: Dataset, quiet: bool) -> Path:
@@ -136,6 +142,7 @@ def base_checkpoint(config: TrainConfig, data: Dataset, quiet: bool) -> Path:
             "name": "base",
             "train": settings,
             "optimizer": config.base.optimizer or config.optimizer,
+            "ep": config.ep.model_copy(update={"precision": settings.precision}),
             "arms": [ArmSettings(name="bp", rule="bp")],
             "base": None,
         }
@@ -217,6 +224,19 @@ def require_same_data(run: Run, data: Dataset) -> None:
             f"the {' and '.join(changed)} data changed since {run.path.name} began: "
             "bring the old files back, or start a fresh run"
         )
+
+
+def _kept_rows(run: Run, size: int) -> frozenset[str]:
+    """Keys of the rows that a continued run must not compare with what comes out again.
+
+    None, unless several numbers of ranks had a part in the run: sums over ranks round as their number has
+    it, so work that is done again on another number agrees to rounding only.
+    """
+    sizes: list[int] = run.provenance.get("ranks", [1])
+    if sizes[-1] != size:
+        sizes = [*sizes, size]
+        run.update_provenance({"ranks": sizes})
+    return frozenset(row["key"] for row in run.rows) if len(set(sizes)) > 1 else frozenset()
 
 
 def _resolved(config: TrainConfig) -> TrainConfig:

@@ -56,6 +56,17 @@ PALETTE: dict[str, tuple[str, str]] = {
     "arm-4": ("#b0578a", "#e5a1c7"),
     "arm-5": ("#a06c00", "#f0b63a"),
     "arm-6": ("#4b6a9b", "#a8c1ea"),
+    # Steps of a map: away from the paper in both schemes, apart in lightness as well as in hue.
+    "heat-1": ("#fbe7c8", "#33251a"),
+    "heat-2": ("#f8cf94", "#523618"),
+    "heat-3": ("#f2ab5c", "#7b4d17"),
+    "heat-4": ("#e38434", "#a9671c"),
+    "heat-5": ("#c45d1c", "#d5892f"),
+    "heat-6": ("#94400f", "#f2b366"),
+    "heat-7": ("#5f2709", "#fbe0b6"),
+    "cool-1": ("#d3e3f2", "#1b2f42"),
+    "cool-2": ("#98c0e1", "#285175"),
+    "cool-3": ("#5f9ccd", "#3a74a8"),
 }
 LINES = ("-", (0, (6, 1.6, 1.2, 1.6)), (0, (1.6, 1.3)), (0, (7, 1.5)), (0, (3.5, 1.4)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")

@@ -30,6 +30,9 @@ from twinscope.report.drawing import PALETTE, SMALL_PANEL, Plot, block_colours, 
 from twinscope.report.leak import figures as leak_figures
 from twinscope.report.leak import findings as leak_findings
 from twinscope.report.leak import tables as leak_tables
+from twinscope.report.neurons import figures as neurons_figures
+from twinscope.report.neurons import findings as neurons_findings
+from twinscope.report.neurons import tables as neurons_tables
 from twinscope.report.plan import figures as plan_figures
 from twinscope.report.plan import findings as plan_findings
 from twinscope.report.plan import tables as plan_tables
@@ -40,6 +43,9 @@ from twinscope.report.reading import RunData, read_run
 from twinscope.report.scan import figures as scan_figures
 from twinscope.report.scan import findings as scan_findings
 from twinscope.report.scan import tables as scan_tables
+from twinscope.report.swap import figures as swap_figures
+from twinscope.report.swap import findings as swap_findings
+from twinscope.report.swap import tables as swap_tables
 from twinscope.report.tables import Table, provenance
 from twinscope.report.train import figures as train_figures
 from twinscope.report.train import findings as train_findings
@@ -148,6 +154,28 @@ CONTENT = {
         figures=scan_figures.figures,
         tables=scan_tables.tables,
         comparison=scan_tables.comparison,
+    ),
+    "swap": Content(
+        noun="swaps",
+        outcome=swap_findings.outcome,
+        label=swap_findings.label,
+        remarks=swap_findings.remarks,
+        warnings=swap_findings.warnings,
+        facts=swap_findings.facts,
+        figures=swap_figures.figures,
+        tables=swap_tables.tables,
+        comparison=swap_tables.comparison,
+    ),
+    "neurons": Content(
+        noun="searches for neurons",
+        outcome=neurons_findings.outcome,
+        label=neurons_findings.label,
+        remarks=neurons_findings.remarks,
+        warnings=neurons_findings.warnings,
+        facts=neurons_findings.facts,
+        figures=neurons_figures.figures,
+        tables=neurons_tables.tables,
+        comparison=neurons_tables.comparison,
     ),
 }
 

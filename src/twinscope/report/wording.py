@@ -5,6 +5,7 @@ Covers what every verb's sentences and tables use; what a run says is in the fin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import floor, log10
 from typing import Any
@@ -103,6 +104,21 @@ def blocks_named(numbers: Sequence[int]) -> str:
         for part in runs
     ]
     return f"{'block' if len(numbers) == 1 else 'blocks'} {', '.join(parts)}"
+
+
+def short_site(site: str) -> tuple[str, str]:
+    """``layers.3.mlp`` to ("3", ""), ``layers.3.self_attn.q_norm`` to ("3", "q"); others as they are."""
+    match = re.search(r"layers\.(\d+)\.", site)
+    norm = re.search(r"\.([qk])_norm$", site)
+    return match[1] if match else site, norm[1] if norm else ""
+
+
+def arrow(replaced: str, by: str) -> str:
+    """``3 ← 7``: module 7 in the place of module 3; ``4 q ← k`` within a layer."""
+    (here, own), (there, other) = short_site(replaced), short_site(by)
+    if not own:
+        return f"{here} ← {there}"
+    return f"{here} {own} ← {other}" if here == there else f"{here} {own} ← {there} {other}"
 
 
 def power_of_two(exponent: int) -> str:

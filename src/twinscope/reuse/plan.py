@@ -89,7 +89,7 @@ class Plan:
     def pairs(self) -> list[Pair]:
         """The sealed pairs in order."""
         return [
-            Pair(item["id"], item["kind"], item["left"], item["right"], _comparisons(item))
+            Pair(item["id"], item["kind"], item["left"], item["right"], comparisons_of(item))
             for item in self.content["pairs"]["list"]
         ]
 
@@ -131,8 +131,9 @@ def make_content(
             f"the texts hold the token {largest}, but the model reads 0 … {lm.vocab - 1}: use its tokenizer"
         )
     if planned_peak_mib > reuse.budgets.process_mib:
+        what = "scan" if pairs else "comparison of neurons"
         raise ConfigError(
-            f"the scan would take about {planned_peak_mib:.0f} MiB, over reuse.budgets.process_mib = "
+            f"the {what} would take about {planned_peak_mib:.0f} MiB, over reuse.budgets.process_mib = "
             f"{reuse.budgets.process_mib:g}: raise it, or take fewer or shorter texts"
         )
     content: dict[str, Any] = {
@@ -155,6 +156,7 @@ def make_content(
             "bos": {"policy": codec.policy, "ids": list(codec.prefix)},
             "padding": "none",
             "max_overlap": reuse.texts.max_overlap,
+            "settings": reuse.texts.model_dump(mode="json"),
             "passages": [
                 {
                     "name": passage.name,
@@ -172,6 +174,7 @@ def make_content(
         "margin": reuse.margin,
         "nulls": list(NULLS),
         "neuron_layers": neuron_layers(reuse.layers, lm.layers),
+        "neurons": reuse.neurons.model_dump(mode="json"),
         "seed": reuse.seed,
         "budgets": reuse.budgets.model_dump(mode="json"),
         "compute": {
@@ -189,7 +192,7 @@ def choose_pairs(config: ReuseConfig, lm: StreamedLM) -> tuple[list[Pair], str, 
 
     The rule takes neighbours in depth, evenly spaced from the first to the last: attention among the
     full-attention layers, MLPs among all layers, and the q and k norm within evenly spaced layers that have
-    both. No weight and no activation has a part in it.
+    both. No weight and no activation has a part in it. A rule that asks for none of each gives none.
 
     Raises:
         ConfigError: a pair of the configuration names no site of this model or two kinds of modules, or
@@ -220,6 +223,8 @@ def choose_pairs(config: ReuseConfig, lm: StreamedLM) -> tuple[list[Pair], str, 
         notes.append(f"the family {lm.family} has no q and k norms, so there are no pairs of them")
     elif len(taken) < asked.norms:
         notes.append(f"{asked.norms} pairs of q and k norms were asked for, the model gives {len(taken)}")
+    if reuse.rule is not None and not (asked.attention or asked.mlp or asked.norms):
+        return [], "no pairs of modules: the plan is for neurons alone", []
     if not chosen:
         raise ConfigError("the rule finds no pair in this model: name some in reuse.pairs")
     rule = (
@@ -373,19 +378,20 @@ def pair_content(pair: Pair) -> dict[str, Any]:
     }
 
 
-def _pair(
-    lm: StreamedLM, kind: Kind, left: str, right: str, seed: int, others: int, exploratory: bool = False
-) -> Pair:
-    comparisons = both_ways(lm, kind, left, right, seed, others)
-    return Pair(f"{left}={right}", kind, left, right, comparisons, exploratory)
-
-
-def _comparisons(item: Mapping[str, Any]) -> tuple[Comparison, Comparison]:
+def comparisons_of(item: Mapping[str, Any]) -> tuple[Comparison, Comparison]:
+    """The comparisons of a pair as :func:`pair_content` stores it."""
     first, second = (
         Comparison(part["kind"], part["reference"], part["substitute"], tuple(part["others"]))
         for part in item["comparisons"]
     )
     return first, second
+
+
+def _pair(
+    lm: StreamedLM, kind: Kind, left: str, right: str, seed: int, others: int, exploratory: bool = False
+) -> Pair:
+    comparisons = both_ways(lm, kind, left, right, seed, others)
+    return Pair(f"{left}={right}", kind, left, right, comparisons, exploratory)
 
 
 def _near(site: str, known: list[str]) -> list[str]:

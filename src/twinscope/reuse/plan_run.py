@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from twinscope.lab.provenance import collect, utc_now
 from twinscope.lab.run import Run
 from twinscope.models.store.library import FETCHED, model_folder, models_root
 from twinscope.models.store.origin import is_whole
-from twinscope.models.streamed.model import open_streamed
+from twinscope.models.streamed.model import StreamedLM, open_streamed
 from twinscope.reuse.apart import call_apart, required
 from twinscope.reuse.identity import identify
 from twinscope.reuse.plan import (
@@ -33,12 +34,13 @@ from twinscope.reuse.plan import (
     choose_pairs,
     load_plan,
     make_content,
+    neuron_layers,
     plan_bytes,
     seal,
 )
 from twinscope.reuse.reuse_config import ReuseConfig
 from twinscope.reuse.scan import planned_mib
-from twinscope.reuse.texts import choose_texts, open_codec, overlap
+from twinscope.reuse.texts import Passage, bos_token_id, choose_texts, open_codec, overlap
 
 
 def create_run(config: ReuseConfig, root: Path) -> Run:
@@ -81,13 +83,13 @@ def plan(run: Run, quiet: bool = False) -> dict[str, Any]:
             identity = identify(folder, config.model.weights)
             _go_on(run)
             progress.update(1, 3, "texts")
-            codec = open_codec(config.reuse.texts, folder, _bos_token_id(folder))
+            codec = open_codec(config.reuse.texts, folder, bos_token_id(folder))
             passages = choose_texts(config.reuse.texts, codec, config.reuse.seed)
             _go_on(run)
             progress.update(2, 3, "pairs")
             with open_streamed(folder, None, config.reuse.device) as lm:
                 pairs, _, _ = choose_pairs(config, lm)
-                peak = planned_mib(lm, pairs, passages)
+                peak = planned_mib(lm, pairs, passages) if pairs else _neurons_mib(config, lm, passages)
                 content = make_content(config, lm, identity, passages, codec, peak)
         found = Plan(content, seal(content), utc_now(), folder, peak)
         write_atomic(run.path / PLAN_FILE, plan_bytes(found))
@@ -176,6 +178,19 @@ def saved_config(run: Run) -> ReuseConfig:
     return parse_config(mapping, ReuseConfig, origin=str(run.path / "config.toml"))
 
 
+def _neurons_mib(config: ReuseConfig, lm: StreamedLM, passages: Sequence[Passage]) -> float:
+    """The planned peak of a comparison of neurons, where a plan is for nothing else.
+
+    It is that of another process than this one, which holds a corpus and a tokenizer.
+    """
+    from twinscope.models.streamed.budget import LIBRARY_MIB
+    from twinscope.reuse.neurons.activations import gated_layer
+    from twinscope.reuse.neurons.stages import planned_mib
+
+    layers = {number: gated_layer(lm, number) for number in neuron_layers(config.reuse.layers, lm.layers)}
+    return planned_mib(lm, layers, config.reuse.neurons, passages, LIBRARY_MIB)
+
+
 def _summary(plan: Plan, rows: list[dict[str, Any]]) -> dict[str, Any]:
     content = plan.content
     model, texts = content["model"], content["texts"]
@@ -207,14 +222,6 @@ def _claim(plan: Plan) -> dict[str, str]:
         "that they were chosen before any activation of this model was read by this plan",
         "any statement about the model",
     )
-
-
-def _bos_token_id(folder: Path) -> int | None:
-    try:
-        found = json.loads((folder / "config.json").read_bytes()).get("bos_token_id")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
 def _go_on(run: Run) -> None:

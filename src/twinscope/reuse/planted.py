@@ -13,7 +13,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -71,31 +71,61 @@ def plant(source: Path, out: Path, plantings: Sequence[Planting], seed: int = 0)
         DataError: the source is damaged.
         Stopped: no space is left.
     """
-    source, out = Path(source), Path(out).absolute()
     if not plantings:
         raise ConfigError("nothing is to be planted: give at least one planting")
+
+    def changes(tensors: TensorFiles, config: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+        # All of them are checked before the first is made.
+        found = [change for planting in plantings for change in _changes(tensors, config, planting)]
+        return (
+            (target, _value(tensors, config, planting, name, seed, written))
+            for written, (planting, name, target) in enumerate(found)
+        )
+
+    described = "; ".join(dict.fromkeys(_described(planting) for planting in plantings))
+    details = {"planted": [asdict(planting) for planting in plantings], "seed": seed}
+    return write_planted(Path(source), Path(out), changes, described, details)
+
+
+def write_planted(
+    source: Path,
+    out: Path,
+    changes: Callable[[TensorFiles, dict[str, Any]], Iterable[tuple[str, Tensor]]],
+    described: str,
+    details: dict[str, Any],
+) -> Path:
+    """Write a copy of the folder ``source`` to ``out`` with other values in some tensors; returns ``out``.
+
+    ``changes(tensors, config)`` gives (name, value float32) one after the other; what it refuses when it is
+    called, it refuses before anything is written. The copy's ``twinscope.json`` holds ``described`` and
+    ``details``, and says ``planted``, or ``random`` if the source is.
+
+    Raises:
+        ConfigError, DataError, Stopped: as for :func:`plant`.
+    """
+    out = out.absolute()
     origin = read_origin(source)
     config = _config(source)
     with open_tensors(source) as tensors:
-        changes = [change for planting in plantings for change in _changes(tensors, config, planting)]
+        values = changes(tensors, config)
         files = _files(source)
         require_space(out, sum(path.stat().st_size for path in files), "the planted copy")
         with making(out) as work:
             with writing(work):
                 for path in files:
                     shutil.copyfile(path, work / path.name)
-                for written, (planting, name, target) in enumerate(changes):
-                    value = _value(tensors, config, planting, name, seed, written)
+                for target, value in values:
                     _overwrite(tensors, work, target, value)
             hashes = {path.name: file_sha256(work / path.name) for path in files}
             random = origin is not None and origin.weights == "random"
-            details: dict[str, Any] = {
-                "planted": [asdict(planting) for planting in plantings],
-                "seed": seed,
-                "planted_in": "weights of unknown origin" if origin is None else origin.source,
-            }
-            described = "; ".join(dict.fromkeys(_described(planting) for planting in plantings))
-            write_origin(work, "random" if random else "planted", described, hashes, details)
+            planted_in = "weights of unknown origin" if origin is None else origin.source
+            write_origin(
+                work,
+                "random" if random else "planted",
+                described,
+                hashes,
+                details | {"planted_in": planted_in},
+            )
     return out
 
 
@@ -114,8 +144,8 @@ def _changes(
 ) -> Iterator[tuple[Planting, str, str]]:
     """(planting, tensor to read, tensor to write) for every tensor of the module, once all of them fit."""
     _check(config, planting)
-    names, targets = (_tensors(tensors, site) for site in (planting.source, planting.target))
-    layers = [_prefix(tensors, site).rpartition(".")[0] for site in (planting.source, planting.target)]
+    names, targets = (tensors_of(tensors, site) for site in (planting.source, planting.target))
+    layers = [prefix_of(tensors, site).rpartition(".")[0] for site in (planting.source, planting.target)]
     ends = [
         [name.removeprefix(layer) for name in part]
         for layer, part in zip(layers, (names, targets), strict=True)
@@ -154,13 +184,13 @@ def _check(config: dict[str, Any], planting: Planting) -> None:
         raise ConfigError("config.json gives no num_attention_heads, so heads cannot be reordered")
 
 
-def _tensors(tensors: TensorFiles, site: str) -> list[str]:
+def tensors_of(tensors: TensorFiles, site: str) -> list[str]:
     """Every tensor of a site and of its pre-norm, in order of name.
 
     Raises:
         ConfigError: the model has none there, or not under the names of the families covered.
     """
-    prefix = _prefix(tensors, site)
+    prefix = prefix_of(tensors, site)
     if _is_norm(site):
         return [prefix + ".weight"]
     layer, _, module = prefix.rpartition(".")
@@ -181,8 +211,12 @@ def _tensors(tensors: TensorFiles, site: str) -> list[str]:
     return [*own, *(name for name in tensors.names if name.startswith(f"{layer}.{norm}."))]
 
 
-def _prefix(tensors: TensorFiles, site: str) -> str:
-    """The full name of a site: ``layers.3.mlp`` is ``model.layers.3.mlp`` in most files."""
+def prefix_of(tensors: TensorFiles, site: str) -> str:
+    """The full name of a site: ``layers.3.mlp`` is ``model.layers.3.mlp`` in most files.
+
+    Raises:
+        ConfigError: the model has no such site, or more than one.
+    """
     pattern = re.compile(rf"((?:.*\.)?{re.escape(site)})\.")
     # Vision and multi-token-prediction towers beside the decoder have layers of their own.
     found = {match[1] for name in tensors.names if (match := pattern.match(name))}
@@ -208,7 +242,7 @@ def _value(
     if _is_norm(planting.source):
         value = (value + offset) * planting.scale - offset
         return _with_noise(value, planting.noise, seed, index)
-    prefix = _prefix(tensors, planting.source)
+    prefix = prefix_of(tensors, planting.source)
     layer, _, module = prefix.rpartition(".")
     norm, readers, writer = _MODULES[module]
     part = name.removeprefix(f"{prefix}.").partition(".")[0]

@@ -13,6 +13,7 @@ from pydantic import Field, field_validator, model_validator
 from twinscope.lab.config import Section
 from twinscope.lab.evidence import Weights
 from twinscope.reuse.decision import Thresholds
+from twinscope.reuse.neurons.settings import NeuronSettings
 from twinscope.reuse.nulls import OTHERS
 from twinscope.reuse.texts import TextSettings
 
@@ -76,8 +77,8 @@ class ReuseSettings(Section):
 
     ``pairs`` are pairs of sites such as ``"layers.3.mlp=layers.9.mlp"`` and stand instead of the ``rule``.
     ``margin`` is the change of loss in nats per token that a later replacement may make; ``layers`` the
-    four whose neurons are compared later, chosen by the rule if left out. ``parity = "receipt"`` takes the
-    receipt of an earlier check and makes none.
+    four whose neurons are compared later, chosen by the rule if left out, ``neurons`` how that is done.
+    ``parity = "receipt"`` takes the receipt of an earlier check and makes none.
     """
 
     texts: TextSettings = Field(default_factory=TextSettings)
@@ -88,6 +89,7 @@ class ReuseSettings(Section):
     nulls: Nulls = Field(default_factory=Nulls)
     budgets: Budgets = Field(default_factory=Budgets)
     layers: list[int] | None = None
+    neurons: NeuronSettings = Field(default_factory=NeuronSettings)
     parity: Literal["check", "receipt"] = "check"
     seed: int = Field(default=0, ge=0)
     device: str = "cpu"
@@ -106,6 +108,10 @@ class ReuseSettings(Section):
             raise ValueError("pairs and rule: give one of the two")
         if self.layers is not None and (len(set(self.layers)) != 4 or min(self.layers) < 0):
             raise ValueError(f"layers = {self.layers}: give four different layers, counted from 0")
+        if self.neurons.skip >= self.texts.tokens:
+            raise ValueError(
+                f"neurons.skip = {self.neurons.skip}: texts of {self.texts.tokens} tokens have none left"
+            )
         return self
 
 

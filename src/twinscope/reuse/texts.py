@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Literal
@@ -100,11 +100,14 @@ class TextCodec:
     sha256: str
 
 
-def choose_texts(settings: TextSettings, codec: TextCodec, seed: int) -> list[Passage]:
+def choose_texts(
+    settings: TextSettings, codec: TextCodec, seed: int, beside: Sequence[Passage] = ()
+) -> list[Passage]:
     """The passages of a plan, calibration first; a function of settings, corpus, tokenizer and seed.
 
     From a corpus, pieces of paragraphs are taken in an order drawn from the seed; one that is too short or
-    shares too much with those already chosen is passed over.
+    shares too much with those already chosen, or with those in ``beside``, is passed over. A part whose
+    paragraphs give too few texts is cut across paragraphs instead, all of its texts alike.
 
     Raises:
         ConfigError: the corpus cannot be opened as configured.
@@ -117,34 +120,26 @@ def choose_texts(settings: TextSettings, codec: TextCodec, seed: int) -> list[Pa
             for split in SPLITS
             for index, file in enumerate(files[split])
         ]
-        refuse_overlap(chosen, settings.max_overlap)
+        refuse_overlap([*beside, *chosen], settings.max_overlap)
         return chosen
     corpus = _corpus(settings)
     parts = {"calibration": corpus.train, "heldout": corpus.heldout}
     counts = {"calibration": settings.calibration, "heldout": settings.heldout}
     chosen: list[Passage] = []
     for split in SPLITS:
-        pieces = list(_pieces(parts[split], settings.tokens))
-        wanted = len(chosen) + counts[split]
-        for place in generator(seed, f"reuse texts {split}").permutation(len(pieces)):
-            start, piece = pieces[place]
-            ids = _window(piece, settings.tokens, codec)
-            if ids is None:
-                continue
-            name = f"{split}-{len(chosen) + counts[split] - wanted}"
-            origin = f"{settings.corpus}, {split} part, from character {start}"
-            passage = Passage(name, split, origin, ids, codec.decode(ids))
-            if all(overlap(passage, other) <= settings.max_overlap for other in chosen):
-                chosen.append(passage)
-            if len(chosen) == wanted:
+        found: list[Passage] = []
+        for across in (False, True):
+            drawn = _drawn(parts[split], split, settings, codec, seed, across)
+            found = _apart(drawn, [*beside, *chosen], settings.max_overlap, counts[split])
+            if len(found) == counts[split]:
                 break
-        if len(chosen) < wanted:
-            found = len(chosen) + counts[split] - wanted
+        if len(found) < counts[split]:
             raise DataError(
-                f"{corpus.description}: the {split} part gives {found} texts of {settings.tokens} tokens "
-                f"that share little enough, {counts[split]} are asked for: give a longer corpus, or fewer or "
-                "shorter texts"
+                f"{corpus.description}: the {split} part gives {len(found)} texts of {settings.tokens} "
+                f"tokens that share little enough, {counts[split]} are asked for: give a longer corpus, or "
+                "fewer or shorter texts"
             )
+        chosen.extend(found)
     return chosen
 
 
@@ -189,6 +184,15 @@ def open_codec(settings: TextSettings, folder: Path, bos_token_id: int | None = 
         return tokenizer.decode([int(index) for index in ids], skip_special_tokens=False)
 
     return TextCodec(str(path), encode, decode, prefix, policy, hashlib.sha256(data).hexdigest())
+
+
+def bos_token_id(folder: Path) -> int | None:
+    """The BOS token of the model in ``folder`` by its ``config.json``, or None."""
+    try:
+        found = json.loads((folder / "config.json").read_bytes()).get("bos_token_id")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
 
 
 def overlap(first: Passage, second: Passage) -> float:
@@ -249,6 +253,31 @@ def _window(text: str, tokens: int, codec: TextCodec) -> tuple[int, ...] | None:
     return ids[:tokens] if len(ids) >= tokens else None
 
 
+def _drawn(
+    text: str, split: Split, settings: TextSettings, codec: TextCodec, seed: int, across: bool
+) -> Iterator[Passage]:
+    """Windows of one part in an order drawn from the seed; ``across`` paragraphs, or each within one."""
+    pieces = list((_runs if across else _pieces)(text, settings.tokens))
+    how = ", across paragraphs" if across else ""
+    for place in generator(seed, f"reuse texts {split}{how}").permutation(len(pieces)):
+        start, piece = pieces[place]
+        ids = _window(piece, settings.tokens, codec)
+        if ids is not None:
+            origin = f"{settings.corpus}, {split} part{how}, from character {start}"
+            yield Passage(split, split, origin, ids, codec.decode(ids))
+
+
+def _apart(drawn: Iterator[Passage], beside: Sequence[Passage], limit: float, count: int) -> list[Passage]:
+    """The first ``count`` of the passages that share at most ``limit`` with those before and ``beside``."""
+    found: list[Passage] = []
+    for passage in drawn:
+        if all(overlap(passage, other) <= limit for other in (*beside, *found)):
+            found.append(replace(passage, name=f"{passage.split}-{len(found)}"))
+        if len(found) == count:
+            break
+    return found
+
+
 def _pieces(text: str, tokens: int) -> Iterator[tuple[int, str]]:
     """(place, piece) of every paragraph, long ones cut between words into pieces a window fits in."""
     size, start = _PIECE * tokens, 0
@@ -262,6 +291,17 @@ def _pieces(text: str, tokens: int) -> Iterator[tuple[int, str]]:
             yield start + at, paragraph[at:end]
             at = end
         start += len(paragraph) + len(SEPARATOR)
+
+
+def _runs(text: str, tokens: int) -> Iterator[tuple[int, str]]:
+    """(place, run) of paragraphs that follow each other, as few as a window fits in; none stands in two."""
+    size, start, at = _PIECE * tokens, 0, 0
+    for paragraph in text.split(SEPARATOR):
+        at += len(paragraph)
+        if at - start >= size:
+            yield start, text[start:at]
+            start = at + len(SEPARATOR)
+        at += len(SEPARATOR)
 
 
 def _prefix(tokenizer: Any, config: Path, bos_token_id: int | None) -> tuple[tuple[int, ...], str]:

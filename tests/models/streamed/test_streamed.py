@@ -477,7 +477,7 @@ def test_a_pass_goes_on_from_any_site(folders: Callable[[str], Path], case: str)
         first = lm.branches()[0]
         with pytest.raises(ConfigError, match=f"{first} does not come behind {first}"):
             lm.onward(points[first], first, first)
-        with pytest.raises(ConfigError, match="'head' does not|does not come behind head"):
+        with pytest.raises(ConfigError, match=r"'head' does not|does not come behind head"):
             lm.onward(points[first], "head", first)
         with pytest.raises(ConfigError, match="adds nothing to the residual stream"):
             lm.onward(points[first], "layers.0.norm")
@@ -497,6 +497,36 @@ def test_a_branch_is_a_function_of_any_residual(folders: Callable[[str], Path], 
             if site.endswith("attn"):
                 assert torch.equal(inputs[site], z)
             assert torch.equal(lm.branch(site, inputs[site]).update, added[site]), site
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama", "gemma3", "qwen3.5"])
+def test_what_is_added_to_a_module_goes_through_the_norm_behind_it(
+    folders: Callable[[str], Path], case: str
+) -> None:
+    folder = folders(case)
+    model = reference(folder)
+    base = model.base_model
+    layers = base.h if hasattr(base, "h") else base.layers
+    torch.manual_seed(4)
+    z, more = 2.0 * torch.randn(2, 9, 32), torch.randn(2, 9, 32)
+    with open_streamed(folder, budget_mib=None) as lm:
+        for site in lm.branches():
+            plain = lm.branch(site, z).update
+            assert torch.equal(lm.branch(site, z, added=torch.zeros_like(z)).update, plain), site
+            layer = layers[int(site.split(".")[1])]
+            if case != "gemma3":
+                assert torch.equal(lm.branch(site, z, added=more).update, plain + more), site
+            elif site.endswith("mlp"):
+                with torch.no_grad():
+                    expected = layer.post_feedforward_layernorm(
+                        layer.mlp(layer.pre_feedforward_layernorm(z)) + more
+                    )
+                assert torch.equal(lm.branch(site, z, added=more).update, expected), site
+            else:
+                assert not torch.equal(lm.branch(site, z, added=more).update, plain + more), site
+        for site in lm.sites("q_norm"):
+            with pytest.raises(ConfigError, match=f"{site} is a gain: nothing is added"):
+                lm.branch(site, torch.randn(1, 2, 4, 10), added=torch.randn(1, 2, 4, 10))
 
 
 def at_layer(model: Any, number: int, z: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -13,9 +13,12 @@ from twinscope.lab.schemas.check import CheckRow, CheckSummary
 from twinscope.lab.schemas.collapse import CollapsePoint, CollapseSummary
 from twinscope.lab.schemas.cost import CostRow, CostSummary
 from twinscope.lab.schemas.leak import LeakRow, LeakSummary
+from twinscope.lab.schemas.neurons import NeuronRow, NeuronsSummary
 from twinscope.lab.schemas.plan import PlanRow, PlanSummary
 from twinscope.lab.schemas.probe import ProbeRow, ProbeSummary
+from twinscope.lab.schemas.ranks import RanksRow, RanksSummary
 from twinscope.lab.schemas.scan import ScanRow, ScanSummary
+from twinscope.lab.schemas.swap import SwapRecordRow, SwapSummary
 from twinscope.lab.schemas.train import TrainRow, TrainSummary
 
 #: Verb -> (model of the summary, type of one row).
@@ -24,8 +27,11 @@ SCHEMAS: dict[str, tuple[type[BaseModel], Any]] = {
     "collapse": (CollapseSummary, CollapsePoint),
     "cost": (CostSummary, CostRow),
     "leak": (LeakSummary, LeakRow),
+    "neurons": (NeuronsSummary, NeuronRow),
     "plan": (PlanSummary, PlanRow),
     "probe": (ProbeSummary, ProbeRow),
+    "ranks": (RanksSummary, RanksRow),
     "scan": (ScanSummary, ScanRow),
+    "swap": (SwapSummary, SwapRecordRow),
     "train": (TrainSummary, TrainRow),
 }

@@ -207,6 +207,27 @@ class StreamedLM:
             if self._find(number, part) is not None
         ]
 
+    def module(self, site: str) -> tuple[nn.Module, dict[str, tuple[str, ...]]]:
+        """The library's module of a site, and the tensors of :attr:`files` behind each of its parameters.
+
+        Parameters go by their names within the module; the tensors are the model's own, whatever is remapped.
+        Of a streamed matrix the module has no values.
+
+        Raises:
+            ConfigError: no such site, or a family whose layers are not known.
+        """
+        number, part = self._parse(site)
+        branch, _, norm = part.partition(".")
+        layers = known_layout(self.family, self._layout).layers
+        parts = (self._built.prefix, layers, str(number), self._names(branch).module, norm)
+        start = ".".join(filter(None, parts)) + "."
+        names = {
+            key.removeprefix(start): source.names
+            for key, source in self._home.items()
+            if key.startswith(start)
+        }
+        return cast(nn.Module, self._find(number, part)), names
+
     def onward(self, z: Tensor, after: str, to: str = "head") -> Tensor:
         """The residual ``z (B, T, C)`` that leaves ``after``, carried to where it enters ``to``.
 
@@ -243,17 +264,21 @@ class StreamedLM:
         return self._losses(getattr(self._built.base, layout.norm)(self._float(z)), ids)
 
     @torch.no_grad()
-    def branch(self, site: str, z: Tensor, probabilities: bool = False) -> Branch:
+    def branch(
+        self, site: str, z: Tensor, probabilities: bool = False, added: Tensor | None = None
+    ) -> Branch:
         """A site as a function: residual ``z (B, T, C)`` to what it adds ``(B, T, C)``.
 
         Pre-norm, module, and post-norm where the family has one; positions 0 … T − 1, causal, with the
         window and angles of that site's own kind of layer. At the residual that entered the site in a forward
         pass of the same texts this is, bit for bit, what the pass added. A q or k norm is applied to what
         :meth:`norm_input` returns. With ``probabilities`` attention runs eagerly and ``(B, H, T, T)`` comes
-        along; the update then differs in the last bits.
+        along; the update then differs in the last bits. ``added (B, T, C)`` joins what the module gives,
+        before the post-norm; zeros change no bit.
 
         Raises:
-            ConfigError: no such site, or probabilities of one that is no attention.
+            ConfigError: no such site, probabilities of one that is no attention, or something added to a
+                norm.
             DataError, BudgetExceeded: as for :meth:`hidden`.
         """
         number, part = self._parse(site)
@@ -261,13 +286,31 @@ class StreamedLM:
             raise ConfigError(f"{site} has no attention probabilities: ask for those of a .self_attn")
         z = self._float(z)
         if part.endswith("_norm"):
+            if added is not None:
+                raise ConfigError(f"{site} is a gain: nothing is added to what it gives")
             return Branch(cast(nn.Module, self._find(number, part))(z))
         names, layer = self._names(part), self._layer(number)
         groups = self._together(z)
+        more = [None] * len(groups) if added is None else self._together(self._float(added))
         with self._reading(site, len(groups), self._matrices(number, names.module)):
-            done = [self._add(number, part, names, layer, part_of_z, probabilities) for part_of_z in groups]
+            done = [
+                self._add(number, part, names, layer, part_of_z, probabilities, part_of_added)
+                for part_of_z, part_of_added in zip(groups, more, strict=True)
+            ]
         weights = [branch.probabilities for branch in done if branch.probabilities is not None]
         return Branch(torch.cat([branch.update for branch in done]), torch.cat(weights) if weights else None)
+
+    @torch.no_grad()
+    def module_input(self, site: str, z: Tensor) -> Tensor:
+        """What the module of a branch receives when ``z (B, T, C)`` enters the branch: z after the pre-norm.
+
+        Raises:
+            ConfigError: the site is no branch of this model.
+        """
+        number, part = self._parse(site)
+        if part.endswith("_norm"):
+            raise ConfigError(f"{site} is no branch: norm_input gives what it receives")
+        return getattr(self._layer(number), self._names(part).before)(self._float(z))
 
     @torch.no_grad()
     def norm_input(self, site: str, z: Tensor) -> Tensor:
@@ -323,12 +366,26 @@ class StreamedLM:
         finally:
             self.remap(*earlier)
 
-    def plan_mib(self, texts: int, tokens: int) -> float:
-        """The planned peak of this process in MiB for a pass over ``texts`` texts of ``tokens`` tokens."""
+    def own_tensors(self, site: str, with_norm: bool = True) -> list[str]:
+        """The tensors of :attr:`files` that :meth:`remap` of this site leaves unused, by name, sorted.
+
+        Raises:
+            ConfigError: no such site, or a family whose layers are not known.
+        """
+        sources = [self._home[key] for key in self._moved(site, site, with_norm)]
+        experts = [expert for source in sources for expert in source.experts]
+        return sorted({name for source in (*sources, *experts) for name in source.names})
+
+    def plan_mib(self, texts: int, tokens: int, held_mib: float | None = None) -> float:
+        """The planned peak of this process in MiB for a pass over ``texts`` texts of ``tokens`` tokens.
+
+        ``held_mib`` is what a process holds when it opens the model, for a plan of another process.
+        """
         together = min(texts, self._sizes().together(tokens, self.budget_mib) or texts)
         # Two residual streams, ids and updates of all texts stay while groups of them go through.
         kept = 4 * 3 * texts * tokens * self.width / MIB
-        return self._opened_mib + first_pass_mib() + self._sizes().mib(together, tokens) + kept
+        held = self._opened_mib if held_mib is None else held_mib
+        return held + first_pass_mib() + self._sizes().mib(together, tokens) + kept
 
     def _sizes(self) -> PassSizes:
         """What one pass holds, from the shapes of the matrices and of the heads."""
@@ -426,6 +483,7 @@ class StreamedLM:
         layer: nn.Module,
         z: Tensor,
         probabilities: bool,
+        added: Tensor | None = None,
     ) -> Branch:
         """A branch at the residual ``z (B, T, C)``: pre-norm, module, post-norm where there is one."""
         h = getattr(layer, names.before)(z)
@@ -441,6 +499,8 @@ class StreamedLM:
                 update, weights = module(hidden_states=h, **self._places(number, h, config))
         else:
             update, _ = module(hidden_states=h, **self._places(number, h, self.config))
+        if added is not None:
+            update = update + added
         if names.after is not None:
             update = getattr(layer, names.after)(update)
         return Branch(update, weights)

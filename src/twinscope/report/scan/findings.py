@@ -5,13 +5,13 @@ Covers the sentences, and the comparisons that figures and tables are made of; n
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from twinscope.report.reading import Row, RunData
 from twinscope.report.tables import sentence
-from twinscope.report.wording import contended, count, listed, number, small, unfinished
+from twinscope.report.trust import grounds, weights_label
+from twinscope.report.wording import arrow, contended, count, listed, small, unfinished
 
 #: Kind of a comparison -> the group it is shown in, and what its pairs are called.
 GROUPS = {
@@ -38,10 +38,7 @@ class Direction:
     @property
     def label(self) -> str:
         """``3 ← 7``: module 7 in the place of module 3, on the inputs of 3; ``4 q ← k`` within a layer."""
-        (here, own), (there, other) = (_short(site) for site in (self.reference, self.substitute))
-        if not own:
-            return f"{here} ← {there}"
-        return f"{here} {own} ← {other}" if here == there else f"{here} {own} ← {there} {other}"
+        return arrow(self.reference, self.substitute)
 
     def values(self, measure: str, split: str | None = None) -> list[float]:
         """The measure on every text that has it."""
@@ -112,34 +109,12 @@ def outcome(run: RunData) -> str:
 def remarks(run: RunData) -> list[str]:
     """Parity, when held-out text was opened, memory as planned and as it was, and what the plan noted."""
     summary = run.summary
-    found = []
-    parity = summary.get("parity")
-    if parity:
-        verb = "equals" if parity["passed"] else "was not shown to equal"
-        detail = parity["detail"].rstrip(".")
-        found.append(f"The streamed forward {verb} the library's ({detail}).")
-    if summary.get("sealed") and summary.get("heldout_opened_at"):
-        found.append(
-            f"The plan was sealed as {summary['sealed'][:12]} before any activation was read; held-out "
-            f"text was opened once, at {summary['heldout_opened_at']}."
-        )
-    if summary.get("peak_rss_mib") is not None and summary.get("planned_peak_mib") is not None:
-        budget = (summary.get("memory") or {}).get("budget_mib")
-        within = f", budget {number(budget, 0)}" if budget is not None else ""
-        found.append(
-            f"Peak memory {number(summary['peak_rss_mib'], 0)} MiB, planned "
-            f"{number(summary['planned_peak_mib'], 0)}{within}."
-        )
-    return found + [sentence(note) for note in summary.get("notes") or []]
+    return grounds(summary) + [sentence(note) for note in summary.get("notes") or []]
 
 
 def label(run: RunData) -> str:
     """What the weights are, where they are not those that training left."""
-    if run.summary.get("planted"):
-        return "Planted weights: copies of modules were put in on purpose"
-    if run.summary.get("weights") == "random":
-        return "Random weights: nothing here can rise above parity"
-    return ""
+    return weights_label(run.summary)
 
 
 def warnings(run: RunData) -> list[str]:
@@ -202,10 +177,3 @@ def _of(part: int, whole: int) -> str:
     if part == whole:
         return f"All {count(whole)} pairs" if whole > 1 else "The one pair"
     return f"{count(part)} of {count(whole)} pairs"
-
-
-def _short(site: str) -> tuple[str, str]:
-    """``layers.3.mlp`` to ("3", ""), ``layers.3.self_attn.q_norm`` to ("3", "q")."""
-    match = re.search(r"layers\.(\d+)\.", site)
-    norm = re.search(r"\.([qk])_norm$", site)
-    return match[1] if match else site, norm[1] if norm else ""

@@ -8,6 +8,7 @@ from typing import Any
 from twinscope.report.reading import RunData
 from twinscope.report.scan.findings import GROUPS, SELF, directions
 from twinscope.report.tables import Cell, Table, given, integer, measured
+from twinscope.report.trust import weights_cell
 from twinscope.report.wording import number, small
 
 #: measure: head of its column
@@ -194,7 +195,7 @@ def comparison(runs: Mapping[str, RunData]) -> Table:
             Cell(name),
             Cell(run.status),
             Cell(str(run.summary.get("model", "–"))),
-            Cell("planted" if run.summary.get("planted") else str(run.summary.get("weights", "–"))),
+            Cell(weights_cell(run.summary)),
             integer(len(run.summary.get("pairs") or [])),
             integer(sum(pair["level"] == "candidate" for pair in run.summary.get("pairs") or [])),
             given(run.summary, "peak_rss_mib", number, digits=0),
