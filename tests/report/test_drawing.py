@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 import threading
+from dataclasses import replace
 
 import matplotlib as mpl
 import numpy as np
 import pytest
+from pyarrow import parquet
 from scipy.optimize import minimize
 
 from twinscope.report.drawing import (
@@ -92,7 +96,7 @@ def test_short_label():
 
 def test_files_are_the_same_whatever_the_settings_and_the_thread():
     expected = plot_files(plot())
-    assert sorted(expected) == ["a-plot.csv", "a-plot.png", "a-plot.svg"]
+    assert sorted(expected) == ["a-plot.csv", "a-plot.parquet", "a-plot.png", "a-plot.svg"]
     assert expected["a-plot.csv"] == b"x,y\n0,\n"
     assert expected["a-plot.png"][:8] == b"\x89PNG\r\n\x1a\n"
     assert b"<dc:date>" not in expected["a-plot.svg"]
@@ -127,3 +131,17 @@ def test_panel_has_words_own_ids_and_colours_from_the_page():
     used = re.findall(r'(?:href="|url\()#([^")]+)', svg)
     assert used
     assert set(used) <= set(ids)
+
+
+def test_parquet_holds_the_numbers_of_the_plot(monkeypatch):
+    rows = ((1, 0.1, "a", None), (2, None, 3, None), (3, 0.3, "\ud800", None))
+    mixed = replace(plot(), columns=("n", "value", "either", "none"), rows=rows)
+    table = parquet.read_table(io.BytesIO(plot_files(mixed)["a-plot.parquet"]))
+    assert table.column_names == ["n", "value", "either", "none"]
+    assert table["n"].to_pylist() == [1, 2, 3]
+    assert table["value"].to_pylist() == [0.1, None, 0.3]
+    assert table["either"].to_pylist() == ["a", "3", "?"]
+    assert table["none"].to_pylist() == [None, None, None]
+    # A machine without pyarrow gets the other files.
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert sorted(plot_files(mixed)) == ["a-plot.csv", "a-plot.png", "a-plot.svg"]
