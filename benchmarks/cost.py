@@ -23,7 +23,6 @@ from torch import Tensor
 
 from twinscope.lab.provenance import close, collect
 from twinscope.models.gpt import GPT, GPTConfig, build_gpt
-from twinscope.propagation.arms import Arm, Estimator
 from twinscope.propagation.compiling import compile_blocks
 from twinscope.propagation.config import ArmSettings
 from twinscope.propagation.cost.flops import ledger
@@ -40,6 +39,7 @@ from twinscope.propagation.estimators import bp_gradient, ep_gradient
 from twinscope.propagation.gates import fidelity_gate
 from twinscope.propagation.optimizers import Optimizer, build_optimizer
 from twinscope.propagation.settings import EPSettings, OptimizerSettings
+from twinscope.propagation.twin import Arm, Estimator
 from twinscope.text.batches import train_batch
 from twinscope.text.datasets import Dataset, DataSettings, open_dataset
 

@@ -238,9 +238,7 @@ def test_as_many_texts_go_together_as_the_budget_has_room_for():
     group, planned = replacement.group_size(sized(0.25), 64, 64, 6, 140.0 + beside)
     assert group == 2
     assert planned == pytest.approx(100 + 0.25 * 2 * 64 + beside, abs=1e-2)
-    with pytest.raises(
-        ConfigError, match=r"one text of 64 tokens would take about \d+ MiB, over the plan's"
-    ):
+    with pytest.raises(ConfigError, match=r"one text of 64 tokens would take about \d+ MiB, over the plan's"):
         replacement.group_size(sized(0.25), 64, 64, 6, 110.0)
 
 

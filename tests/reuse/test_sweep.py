@@ -120,7 +120,7 @@ def test_a_norm_is_replaced_inside_its_attention(tmp_path, ids):
             if name.endswith("norm.weight"):
                 tensor.add_(0.5 * torch.randn_like(tensor))
     model.save_pretrained(tmp_path / "qwen")
-    changed = copy.deepcopy(model)
+    changed: Any = copy.deepcopy(model)
     changed.model.layers[1].self_attn.q_norm = copy.deepcopy(changed.model.layers[2].self_attn.q_norm)
     with open_streamed(tmp_path / "qwen", None) as lm:
         matrices, _ = choose_sites(lm, ["q_norm"])
@@ -139,7 +139,7 @@ def test_a_norm_is_replaced_inside_its_attention(tmp_path, ids):
 
 def test_weights_that_overflow_are_refused_by_name(tmp_path, ids):
     folder = write_llama(tmp_path / "model", layers=3)
-    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model: Any = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
         model.model.layers[2].mlp.down_proj.weight.fill_(3e38)
     model.save_pretrained(tmp_path / "broken")

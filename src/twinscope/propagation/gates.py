@@ -5,8 +5,10 @@ A gate compares gradients on one batch at one set of weights. It changes nothing
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,6 +76,23 @@ def fidelity_gate(
     return Gate(cosines(model, found.grads, reference), cosines(model, control.grads, reference), found)
 
 
+def gate_values(gate: Gate) -> dict[str, Any]:
+    """What a gate adds to a row of the journal; a number that is not finite is null, with its reason."""
+    diagnostics = gate.gradient.diagnostics
+    values = {
+        "block_cosine": gate.cosines.blocks,
+        "outer_cosine": gate.cosines.outer,
+        "control_cosine": min(gate.control.blocks),
+        "displacement_ratio": diagnostics.displacement_ratio,
+        "residual": diagnostics.residual,
+        "beta": diagnostics.beta,
+    }
+    row: dict[str, Any] = {}
+    for name, value in values.items():
+        row |= _finite_or_null(name, value)
+    return row
+
+
 @dataclass(frozen=True)
 class AmpGate:
     """Median block cosine to BP in fp32: of EP in amp, and of EP in fp32."""
@@ -119,3 +138,13 @@ def is_finite(gradient: Gradient) -> bool:
     """Whether the loss and every gradient are finite; one synchronisation for all parameters."""
     norms = torch.stack([torch.linalg.vector_norm(g) for g in gradient.grads.values()])
     return bool(torch.isfinite(norms).all()) and gradient.loss - gradient.loss == 0.0
+
+
+def _finite_or_null(name: str, value: float | list[float] | None) -> dict[str, Any]:
+    reason = "not finite on this batch" if value is not None else "this decoder has no such parameter"
+    if isinstance(value, list):
+        cleaned = [item if math.isfinite(item) else None for item in value]
+        return {name: cleaned} | ({f"{name}_reason": reason} if None in cleaned else {})
+    if value is not None and math.isfinite(value):
+        return {name: value}
+    return {name: None, f"{name}_reason": reason}

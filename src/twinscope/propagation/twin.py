@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from twinscope.lab.budget import Budget
@@ -34,19 +35,25 @@ from twinscope.models.checkpoints import (
     read_part,
     write_checkpoint,
 )
-from twinscope.models.decoder import Decoder, forward
+from twinscope.models.decoder import Decoder
+from twinscope.models.gpt import GPT
 from twinscope.models.source import Initial
 from twinscope.models.weights import load_into, model_tensors
-from twinscope.propagation.arms import Arm, Estimator
 from twinscope.propagation.compiling import compile_blocks
 from twinscope.propagation.config import ArmSettings, TrainConfig
 from twinscope.propagation.estimators import bp_gradient, ep_gradient
-from twinscope.propagation.gates import amp_gate, fidelity_gate, require
-from twinscope.propagation.optimizers import build_optimizer
+from twinscope.propagation.evaluation import heldout_losses
+from twinscope.propagation.gates import amp_gate, fidelity_gate, gate_values, is_finite, require
+from twinscope.propagation.gradients import Gradient
+from twinscope.propagation.optimizers import Optimizer, build_optimizer
 from twinscope.propagation.ranks.follower import Follower
 from twinscope.propagation.ranks.group import Ranks
+from twinscope.propagation.stages import stage
 from twinscope.text.batches import Batch, heldout_batches, train_batch
 from twinscope.text.datasets import Dataset
+
+#: One signature for every rule: model, tokens and targets (B, T), seed, step.
+Estimator = Callable[[Decoder, Tensor, Tensor, int, int], Gradient]
 
 
 def estimator(config: TrainConfig, arm: ArmSettings, ranks: Ranks | None = None) -> Estimator:
@@ -59,6 +66,53 @@ def estimator(config: TrainConfig, arm: ArmSettings, ranks: Ranks | None = None)
     return lambda model, tokens, targets, seed, step: ep_gradient(
         model, tokens, targets, settings, seed, step, diagnose=False, ranks=ranks
     )
+
+
+@dataclass
+class Arm:
+    """One arm of one seed: its model, its optimizer, and what it counted since the last evaluation."""
+
+    settings: ArmSettings
+    gradient: Estimator
+    model: GPT
+    optimizer: Optimizer
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    losses: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return self.settings.name
+
+    def advance(self, tokens: Tensor, targets: Tensor, seed: int, step: int) -> None:
+        """One optimizer step; a loss or gradient that is not finite changes nothing and is counted."""
+        began = time.perf_counter()
+        found = self.gradient(self.model, tokens, targets, seed, step)
+        if is_finite(found):
+            with stage("optimizer"):
+                self.optimizer.step(found.grads, step)
+            self.losses.append(found.loss)
+            self.skipped_in_a_row = 0
+        else:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+        if tokens.is_cuda:
+            torch.cuda.synchronize(tokens.device)
+        self.seconds += time.perf_counter() - began
+
+    def counters(self) -> ArmCounters:
+        return ArmCounters(
+            rule=self.settings.rule,
+            skipped=self.skipped,
+            skipped_in_a_row=self.skipped_in_a_row,
+            losses=self.losses,
+        )
+
+    def count_from(self, counters: ArmCounters) -> None:
+        """Go on from what an arm counted when it was saved."""
+        self.skipped, self.skipped_in_a_row = counters.skipped, counters.skipped_in_a_row
+        self.losses = list(counters.losses)
 
 
 def train_arms(
@@ -193,25 +247,14 @@ class _Seed:
                 continue
             settings = self.config.ep_settings(arm.settings)
             gate = fidelity_gate(arm.model, tokens, targets, settings, self.seed, step, self.ranks)
-            diagnostics = gate.gradient.diagnostics
-            values = {
-                "block_cosine": gate.cosines.blocks,
-                "outer_cosine": gate.cosines.outer,
-                "control_cosine": min(gate.control.blocks),
-                "displacement_ratio": diagnostics.displacement_ratio,
-                "residual": diagnostics.residual,
-                "beta": diagnostics.beta,
-            }
-            row: dict[str, Any] = {
+            row = {
                 "key": f"gate seed={self.seed} step={step} arm={arm.name}",
                 "kind": "gate",
                 "seed": self.seed,
                 "step": step,
                 "arm": arm.name,
             }
-            for name, value in values.items():
-                row |= _finite_or_null(name, value)
-            self._append(row)
+            self._append(row | gate_values(gate))
 
     def _require_amp(self) -> None:
         tokens, targets = self._batch(0)
@@ -329,40 +372,6 @@ class _Seed:
         return f"seed {self.seed}  step {step}  {shown}"
 
 
-@torch.no_grad()
-def heldout_losses(
-    model: Decoder, heldout: Sequence[tuple[Tensor, Tensor]], ranks: Ranks | None
-) -> list[float]:
-    """Mean cross-entropy of each batch (B, T) in nats per token; with ``ranks``, each reads its texts."""
-    if ranks is None:
-        return [evaluate(model, tokens, targets) for tokens, targets in heldout]
-    rows = [ranks.rows(len(tokens)) for tokens, _ in heldout]
-    # Weighted by tokens, so that ranks may have a text more or less.
-    sums = [
-        evaluate(model, tokens[part], targets[part]) * targets[part].numel()
-        for (tokens, targets), part in zip(heldout, rows, strict=True)
-    ]
-    totals = ranks.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
-    return [total / targets.numel() for total, (_, targets) in zip(totals, heldout, strict=True)]
-
-
-@torch.no_grad()
-def evaluate(model: Decoder, tokens: Tensor, targets: Tensor) -> float:
-    """Mean cross-entropy of one batch (B, T) in nats per token, in the parameters' own precision."""
-    logits = forward(model, tokens)
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten()).item()
-
-
 def _to_device(batch: Batch, device: torch.device) -> tuple[Tensor, Tensor]:
     tokens, targets = (torch.from_numpy(part).to(device) for part in batch)
     return tokens, targets
-
-
-def _finite_or_null(name: str, value: float | list[float] | None) -> dict[str, Any]:
-    reason = "not finite on this batch" if value is not None else "this decoder has no such parameter"
-    if isinstance(value, list):
-        cleaned = [item if math.isfinite(item) else None for item in value]
-        return {name: cleaned} | ({f"{name}_reason": reason} if None in cleaned else {})
-    if value is not None and math.isfinite(value):
-        return {name: value}
-    return {name: None, f"{name}_reason": reason}

@@ -209,7 +209,8 @@ def _widest_spread(texts: int, alpha: float) -> float:
 
     # With a spread of s margins the power is 0 from about √n / t on, whatever t is.
     top = float(np.log(texts**0.5 / stats.t.ppf(1.0 - alpha, texts - 1)) + 2.0)
-    return float(np.exp(brentq(short, top - 12.0, top, xtol=1e-9)))
+    root: Any = brentq(short, top - 12.0, top, xtol=1e-9)
+    return float(np.exp(root))
 
 
 def _p_values(part: Changes, faults: np.ndarray, margin: float) -> np.ndarray:

@@ -673,12 +673,16 @@ REMAPS: dict[str, tuple[str, dict[str, str], bool, dict[str, str]]] = {
 def test_a_remapped_model_is_the_model_with_those_weights(folders: Callable[[str], Path], name: str) -> None:
     case, mapping, with_norm, moves = REMAPS[name]
     folder, ids = folders(case), texts()
-    expected, own = states(swapped(folder, moves), ids), states(reference(folder), ids)
+    model = swapped(folder, moves)
+    expected, own = states(model, ids), states(reference(folder), ids)
     assert not close(expected, own)
+    with torch.no_grad():
+        loss = float(model(input_ids=ids, labels=ids, use_cache=False).loss)
     with open_streamed(folder, budget_mib=None) as lm:
         lm.hidden(ids)
         with lm.remapped(mapping, with_norm=with_norm):
             assert torch.equal(lm.hidden(ids), expected)
+            assert float(lm.nll(ids).mean()) == pytest.approx(loss, rel=TOLERANCE)
         assert torch.equal(lm.hidden(ids), own)
         lm.remap(mapping, with_norm=with_norm)
         assert torch.equal(lm.hidden(ids), expected)

@@ -26,7 +26,6 @@ from twinscope.lab.errors import RunFailed
 from twinscope.lab.progress import Progress
 from twinscope.lab.run import Run
 from twinscope.models.source import Initial
-from twinscope.propagation.arms import Arm
 from twinscope.propagation.compiling import compile_blocks
 from twinscope.propagation.config import TrainConfig
 from twinscope.propagation.cost.counting import Counting, count_apart
@@ -41,10 +40,11 @@ from twinscope.propagation.cost.timing import (
     time_parts,
     time_window,
 )
+from twinscope.propagation.evaluation import evaluate
 from twinscope.propagation.gates import fidelity_gate
 from twinscope.propagation.optimizers import build_optimizer
 from twinscope.propagation.stages import stage
-from twinscope.propagation.twin import estimator, evaluate, train_arms
+from twinscope.propagation.twin import Arm, estimator, train_arms
 from twinscope.text.batches import Batch, heldout_batches, train_batch
 from twinscope.text.datasets import Dataset
 

@@ -30,12 +30,12 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from twinscope.lab.config import Section
 from twinscope.lab.errors import TwinscopeError
 from twinscope.models.gpt import GPTConfig, build_gpt
-from twinscope.propagation.arms import Arm
 from twinscope.propagation.config import ArmSettings
 from twinscope.propagation.estimators import bp_gradient, ep_gradient
 from twinscope.propagation.optimizers import build_optimizer
 from twinscope.propagation.settings import EPSettings, OptimizerSettings
 from twinscope.propagation.stages import observed
+from twinscope.propagation.twin import Arm
 
 #: The stage of operators that run outside every mark.
 UNMARKED = "unmarked"

@@ -29,12 +29,11 @@ from twinscope.lab.budget import peak_rss_mib
 from twinscope.lab.config import Section
 from twinscope.lab.errors import TwinscopeError
 from twinscope.models.gpt import GPTConfig, build_gpt
-from twinscope.propagation.arms import Arm
 from twinscope.propagation.compiling import compile_blocks
 from twinscope.propagation.config import TrainConfig
 from twinscope.propagation.optimizers import build_optimizer
 from twinscope.propagation.train import set_numerics
-from twinscope.propagation.twin import estimator
+from twinscope.propagation.twin import Arm, estimator
 
 _MIB = 2.0**20
 #: Device types as torch's profiler numbers them.

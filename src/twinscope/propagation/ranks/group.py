@@ -291,6 +291,7 @@ def _error_of(rank: int, words: str) -> TwinscopeError:
 
 
 def _reason(error: RuntimeError) -> str:
-    """The first line of what the library says, without the place in its source that it begins with."""
+    """The first sentence of what the library says, without the place in its source that it begins with."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line.rpartition("] ")[2].rstrip(".") if line.startswith("[") else line.rstrip(".")
+    said = line.rpartition("] ")[2] if line.startswith("[") else line
+    return said.partition(". ")[0].rstrip(".")

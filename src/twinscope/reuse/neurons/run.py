@@ -139,7 +139,7 @@ def neurons(prepared: Prepared, run: Run, quiet: bool = False) -> dict[str, Any]
                     matches = search_layers(study, known, before)
                 with clock.stage("null"):
                     maxima = draw_null(study, known, before)
-                    pairs = decide_pairs(study, known, matches, maxima)
+                    pairs = decide_pairs(study, known, matches, maxima, before)
                 with clock.stage("replacement"):
                     replace_pairs(study, known, pairs, "calibration", before)
                 del known, matches

@@ -228,7 +228,11 @@ def draw_null(study: Study, found: Residuals, before: Before) -> dict[int, list[
 
 
 def decide_pairs(
-    study: Study, found: Residuals, matches: Mapping[int, Matches], maxima: Mapping[int, Sequence[float]]
+    study: Study,
+    found: Residuals,
+    matches: Mapping[int, Matches],
+    maxima: Mapping[int, Sequence[float]],
+    before: Before,
 ) -> list[Pair]:
     """Write down the pairs that calibration puts forward, and those drawn at random beside the best."""
     row = study.find(DECIDED)
@@ -241,7 +245,12 @@ def decide_pairs(
         silent_ones = {number: study.row(f"search/{number}")["silent"] for number in matches}
         useless = {(number, neuron) for number, numbers in silent_ones.items() for neuron in numbers}
         ways = found_partners(matches, useless)
-        inputs = _inputs(study, found)
+        plain = _inputs(study, found)
+
+        def inputs(number: int) -> Tensor:
+            before("pairs", 0, 1)
+            return plain(number)
+
         forward = measured(study.layers, inputs, ways)
         backward = measured(study.layers, inputs, [(other, one) for one, other in ways])
         most = study.settings.replaced[-1]
