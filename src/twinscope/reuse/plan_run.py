@@ -185,7 +185,7 @@ def _neurons_mib(config: ReuseConfig, lm: StreamedLM, passages: Sequence[Passage
     """
     from twinscope.models.streamed.budget import LIBRARY_MIB
     from twinscope.reuse.neurons.activations import gated_layer
-    from twinscope.reuse.neurons.stages import planned_mib
+    from twinscope.reuse.neurons.sizes import planned_mib
 
     layers = {number: gated_layer(lm, number) for number in neuron_layers(config.reuse.layers, lm.layers)}
     return planned_mib(lm, layers, config.reuse.neurons, passages, LIBRARY_MIB)

@@ -26,6 +26,7 @@ from twinscope.reuse.neurons import stages
 from twinscope.reuse.neurons.activations import gated_layer
 from twinscope.reuse.neurons.replaced import Replacement
 from twinscope.reuse.neurons.settings import NeuronSettings
+from twinscope.reuse.neurons.study import Study
 from twinscope.reuse.plan import PLAN_FILE
 from twinscope.reuse.planted_neurons import NeuronPlanting, plant_neurons
 from twinscope.reuse.reuse_config import ReuseConfig
@@ -249,7 +250,7 @@ def test_everything_is_decided_before_held_out_text_is_opened(done):
     opening = keys.index("heldout-opened")
     assert max(index for index, key in enumerate(keys) if "/calibration" in key) < opening
     assert min(index for index, key in enumerate(keys) if "/heldout" in key) > opening
-    study: Any = stages.Study.__new__(stages.Study)
+    study: Any = Study.__new__(Study)
     study.__dict__["run"] = SimpleNamespace(rows=[])
     with pytest.raises(ValueError, match="the part 'calibration-decided' comes before"):
         stages.open_heldout(study)

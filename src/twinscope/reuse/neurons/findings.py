@@ -25,11 +25,11 @@ from twinscope.reuse.neurons.stages import (
     SELF,
     STANDS,
     WAYS,
-    Study,
     counts,
     place_of,
     replacement_rows,
 )
+from twinscope.reuse.neurons.study import Study
 from twinscope.reuse.texts import SPLITS
 
 Row = dict[str, Any]
@@ -391,7 +391,8 @@ def _claims(
     ]
     for entry in sets:
         facts = ground.facts(entry["confirmed"] == entry["pairs"], entry["passed"])
-        said = reuse_claim(f"the best {entry['pairs']} pairs replaced: {entry['reason']}", facts)
+        which = "the best pair" if entry["pairs"] == 1 else f"the {entry['pairs']} best pairs"
+        said = reuse_claim(f"{which}, replaced: {entry['reason']}", facts)
         if entry["zeroed_alike"]:
             said["does_not_support"] = f"{said['does_not_support']}; {_ZEROED}"
         claims.append(said)

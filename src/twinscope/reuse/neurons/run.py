@@ -24,19 +24,18 @@ from twinscope.lab.run import Run
 from twinscope.models.streamed.model import open_streamed
 from twinscope.reuse.neurons.activations import gated_layer
 from twinscope.reuse.neurons.settings import NeuronSettings
+from twinscope.reuse.neurons.sizes import planned_mib
 from twinscope.reuse.neurons.stages import (
-    Study,
     confirm_pairs,
     decide_needed,
     decide_pairs,
     draw_null,
     open_heldout,
-    planned_mib,
     replace_by_themselves,
     replace_pairs,
-    residuals,
     search_layers,
 )
+from twinscope.reuse.neurons.study import Study, residuals
 from twinscope.reuse.plan import PLAN_FILE, Plan, load_plan, plan_bytes
 from twinscope.reuse.sitting import Clock, held_model, hold_parity, memory_of, set_numerics
 

@@ -1,10 +1,10 @@
 """The comparison of neurons over a streamed model: the order of its parts and the opening of held-out text.
 
-Covers the passes, what is kept between them, and the rows of the journal. Every unit of work is a row under
-its key; a unit whose row is there is not done again, and one that is done again comes out the same, since
-texts always go through in the same groups. Everything that is chosen (matches, the null's threshold, scales,
-the best pairs, how many texts are needed) is written down before held-out text is opened. What rows mean is
-in findings.py.
+Covers the passes and the rows of the journal. Every unit of work is a row under its key; a unit whose row is
+there is not done again, and one that is done again comes out the same, since texts always go through in the
+same groups. Everything that is chosen (matches, the null's threshold, scales, the best pairs, how many texts
+are needed) is written down before held-out text is opened. What is kept of texts is in study.py, what rows
+mean in findings.py.
 
 Shapes: B texts, T positions, C channels, n neurons of a layer.
 """
@@ -12,23 +12,18 @@ Shapes: B texts, T positions, C channels, n neurons of a layer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from twinscope.lab.errors import DataError
 from twinscope.lab.provenance import utc_now
-from twinscope.models.weights import load_tensors, save_tensors
 from twinscope.reuse.neurons.activations import GatedLayer, activations, column_norms
-from twinscope.reuse.neurons.analytic import identities, silent
+from twinscope.reuse.neurons.analytic import silent
 from twinscope.reuse.neurons.confirm import moments
-from twinscope.reuse.neurons.filed import described
 from twinscope.reuse.neurons.needed import needed_texts
-from twinscope.reuse.neurons.null import judge, null_mib, null_search
+from twinscope.reuse.neurons.null import judge, null_search
 from twinscope.reuse.neurons.pairs import (
     Direction,
     Pair,
@@ -41,29 +36,22 @@ from twinscope.reuse.neurons.pairs import (
 )
 from twinscope.reuse.neurons.parallel import compare_weights
 from twinscope.reuse.neurons.replaced import (
-    HEAD_ROWS,
-    Inputs,
     Neuron,
     Replacement,
     at_random,
     fitted,
-    losses,
     replaced,
-    replaced_mib,
     themselves,
     zeroed,
 )
-from twinscope.reuse.neurons.search import APART, Groups, Matches, search, search_mib
-from twinscope.reuse.neurons.settings import FAMILY_WISE, NeuronSettings
+from twinscope.reuse.neurons.search import APART, Matches, search
+from twinscope.reuse.neurons.settings import FAMILY_WISE
+from twinscope.reuse.neurons.sizes import DRAWS_AT_A_TIME, NULL_BLOCK
+from twinscope.reuse.neurons.study import Residuals, Study, inputs_of, text_groups
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from twinscope.lab.run import Run
-    from twinscope.models.streamed.model import StreamedLM
-    from twinscope.reuse.plan import Plan
     from twinscope.reuse.scan import Before
-    from twinscope.reuse.texts import Passage, Split
+    from twinscope.reuse.texts import Split
 
 WAYS = ("forward", "backward")
 STANDS = ("best", "random", "zeroed")
@@ -74,97 +62,6 @@ DECIDED, NEEDED, OPENED, CONFIRMED, SELF = (
     "confirmed",
     "self",
 )
-#: Draws of the null between two looks at the budgets.
-DRAWS_AT_A_TIME = 5
-#: Donors whose redrawn weights are held at a time.
-NULL_BLOCK = 128
-#: What a pass may hold for the tokens that go through together, in bytes.
-_PASS_BYTES = 32 << 20
-_MIB = 2.0**20
-#: A block of the head, in MiB of its weights, and how many blocks of logits exist at once: on two threads,
-#: with the exponentials of each.
-_HEAD_BLOCK_MIB, _LOGITS = 3.0, 6
-
-
-@dataclass(frozen=True)
-class Study:
-    """One comparison: the model, its plan, the layers in order, and where its rows are kept."""
-
-    lm: StreamedLM
-    plan: Plan
-    settings: NeuronSettings
-    layers: Mapping[int, GatedLayer]
-    run: Run
-    timing: Callable[[], dict[str, float]]
-
-    @property
-    def device(self) -> torch.device:
-        """Where everything is computed."""
-        return torch.device(self.plan.content["compute"]["device"])
-
-    def find(self, key: str) -> dict[str, Any] | None:
-        """The journal's row of that key."""
-        return next((row for row in self.run.rows if row["key"] == key), None)
-
-    def row(self, key: str) -> dict[str, Any]:
-        """The journal's row of that key, which has to be there."""
-        found = self.find(key)
-        if found is None:
-            raise ValueError(f"the part '{key}' comes before this one")
-        return found
-
-    def keep(self, row: dict[str, Any]) -> None:
-        """Append a row with what it took."""
-        self.run.append({**row, "timing": self.timing()})
-
-    @cached_property
-    def groups(self) -> Groups:
-        """What weights alone explain, so that the search leaves it out; its summary becomes a row."""
-        found = identities(list(self.layers.values()))
-        self.keep({"key": "analytic", "entries": described(found)})
-        return found.groups
-
-
-@dataclass(frozen=True)
-class Residuals:
-    """Texts of one split: ids ``(B, T)``, the residual ``(B, T, C)`` that enters each MLP, the model's loss.
-
-    ``z`` is on the CPU; ``nll`` holds nats per predicted token, text by text.
-    """
-
-    passages: tuple[Passage, ...]
-    ids: Tensor
-    z: dict[str, Tensor]
-    nll: list[float]
-
-
-def residuals(study: Study, split: Split, before: Before) -> Residuals:
-    """One streamed pass over the texts of a split, kept in the run's checkpoints under its hash."""
-    passages = tuple(passage for passage in study.plan.texts if passage.split == split)
-    ids = study.plan.ids(split)
-    path = study.run.checkpoints / f"residuals-{split}.safetensors"
-    key = f"residuals/{split}"
-    known = study.find(key)
-    if known is not None:
-        try:
-            return Residuals(passages, ids, load_tensors(path, known["sha256"]), known["nll"])
-        except DataError:
-            path.unlink(missing_ok=True)  # damaged or gone: the pass gives the same again
-    sites = [layer.site for layer in study.layers.values()]
-    shape = (*ids.shape, study.lm.width)
-    z = {site: torch.empty(shape) for site in sites}
-    nll: list[float] = []
-    groups = list(_groups(study, len(ids)))
-    for done, part in enumerate(groups):
-        for point in study.lm.walk(ids[part], [*sites, "head"]):
-            before(split, done, len(groups))
-            if point.site == "head":
-                nll.extend(losses(study.lm, point.z, ids[part]).tolist())
-            else:
-                z[point.site][part] = point.z.cpu()
-    sha256 = save_tensors(path, z)
-    study.keep({"key": key, "sha256": sha256, "nll": nll})
-    return Residuals(passages, ids, z, nll)
 
 
 def search_layers(study: Study, found: Residuals, before: Before) -> dict[int, Matches]:
@@ -176,7 +73,7 @@ def search_layers(study: Study, found: Residuals, before: Before) -> dict[int, M
         row = study.find(key)
         if row is None:
             groups = study.groups
-            x = _inputs(study, found)(number)
+            x = inputs_of(study, found)(number)
             best = search(x, layer, list(study.layers.values()), groups=groups)
             # What adds nothing is no match, whatever its activations look like.
             dead = groups[number] == APART
@@ -212,7 +109,7 @@ def draw_null(study: Study, found: Residuals, before: Before) -> dict[int, list[
         row = study.find(key)
         if row is None:
             largest = null_search(
-                _inputs(study, found)(number),
+                inputs_of(study, found)(number),
                 study.layers[number],
                 list(study.layers.values()),
                 draws,
@@ -245,7 +142,7 @@ def decide_pairs(
         silent_ones = {number: study.row(f"search/{number}")["silent"] for number in matches}
         useless = {(number, neuron) for number, numbers in silent_ones.items() for neuron in numbers}
         ways = found_partners(matches, useless)
-        plain = _inputs(study, found)
+        plain = inputs_of(study, found)
 
         def inputs(number: int) -> Tensor:
             before("pairs", 0, 1)
@@ -301,7 +198,7 @@ def confirm_pairs(study: Study, found: Residuals, pairs: Sequence[Pair], before:
     """Held-out R² and branch error of every pair, both ways, with the scales of calibration; one row."""
     if study.find(CONFIRMED) is not None:
         return
-    inputs = _inputs(study, found)
+    inputs = inputs_of(study, found)
     values: dict[tuple[Neuron, Neuron], tuple[float | None, float | None]] = {}
     ways = [(item.neuron, item.by) for pair in pairs for item in pair.directions]
     scales = {(item.neuron, item.by): item.scale for pair in pairs for item in pair.directions}
@@ -393,58 +290,6 @@ def output_energy(x: Tensor, layer: GatedLayer) -> float:
     return total
 
 
-def planned_mib(
-    lm: StreamedLM,
-    layers: Mapping[int, GatedLayer],
-    settings: NeuronSettings,
-    passages: Sequence[Passage],
-    held_mib: float | None = None,
-) -> float:
-    """The planned peak in MiB: what is kept of one split, and beside it the largest part of the work.
-
-    ``held_mib`` as for ``StreamedLM.plan_mib``.
-    """
-    tokens = len(passages[0].ids)
-    texts = max(sum(passage.split == split for passage in passages) for split in ("calibration", "heldout"))
-    rows, widest = texts * tokens, max(layer.neurons for layer in layers.values())
-    kept = 4 * len(layers) * rows * lm.width / _MIB
-    together = min(texts, texts_together(lm.width, widest, tokens))
-    base = lm.plan_mib(1, 1, held_mib)
-    logits = _LOGITS * HEAD_ROWS * _HEAD_BLOCK_MIB / lm.width
-    most = settings.replaced[-1]
-    replacing = replaced_mib(together, tokens, lm.width, widest, most)
-    passed = lm.plan_mib(together, tokens, held_mib) + max(logits, replacing)
-    draws = min(DRAWS_AT_A_TIME, settings.draws)
-    searched = max(search_mib(rows, lm.width, widest), null_mib(rows, lm.width, widest, draws, NULL_BLOCK))
-    # Writing residuals to their file takes them twice for a moment.
-    return kept + max(passed, base + searched, base + 2 * kept)
-
-
-def texts_together(width: int, neurons: int, tokens: int) -> int:
-    """How many texts of ``tokens`` tokens go through the model together, from shapes alone."""
-    return max(1, _PASS_BYTES // (16 * (width + neurons) * tokens))
-
-
-def _groups(study: Study, texts: int) -> Iterator[slice]:
-    widest = max(layer.neurons for layer in study.layers.values())
-    most = texts_together(study.lm.width, widest, len(study.plan.texts[0].ids))
-    start = 0
-    for part in torch.arange(texts).tensor_split(-(-texts // most)):
-        yield slice(start, start + len(part))
-        start += len(part)
-
-
-def _inputs(study: Study, found: Residuals) -> Inputs:
-    """What enters the MLP of a layer at every token that is compared."""
-
-    def of(number: int) -> Tensor:
-        site = study.layers[number].site
-        x = study.lm.module_input(site, found.z[site][:, study.settings.skip :].to(study.device))
-        return x.reshape(-1, x.shape[-1])
-
-    return of
-
-
 def _best(pairs: Sequence[Pair], most: int) -> list[Pair]:
     return [pair for pair in pairs if pair.rank is not None and pair.rank <= most]
 
@@ -474,7 +319,7 @@ def _pass(
     site = study.layers[first].site
     nll: list[float] = []
     errors: list[float] = []
-    for part in _groups(study, len(found.ids)):
+    for part in text_groups(study, len(found.ids)):
         z = {site: found.z[site][part].to(study.device)}
         done = replaced(study.lm, study.layers, replacements, z, found.ids[part])
         nll.extend(done.nll.tolist())
