@@ -339,7 +339,13 @@ def test_ticks_are_few_and_have_signs():
     assert change_ticks(0.01, (-0.012, 12.0)) == pytest.approx([-0.01, 0, 0.01, 0.1, 1, 10])
     assert change_ticks(0.02, (-0.05, 0.05)) == pytest.approx([-0.04, -0.02, 0, 0.02, 0.04])
     assert len(change_ticks(1e-5, (-100.0, 100.0))) <= 7
-    assert [signed_power(value) for value in (-0.3, 0.0, 1e-5, 2.0)] == ["−0.3", "0", "+10⁻⁵", "+2"]
+    assert [signed_power(value) for value in (-0.3, 0.0, 1e-5, 1e-4, 2.0)] == [
+        "−0.3",
+        "0",
+        "+10⁻⁵",
+        "+10⁻⁴",
+        "+2",
+    ]
 
 
 def test_the_linear_part_keeps_what_is_small_apart():

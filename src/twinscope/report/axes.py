@@ -59,9 +59,9 @@ def log_ticks(axes: Axes, limits: tuple[float, float]) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_power(value)))
 
 
-def short_power(value: float) -> str:
-    """A tick: plain from 0.0001 on, else with a power of ten."""
-    if value >= 1e-4:
+def short_power(value: float, plain: float = 1e-4) -> str:
+    """A tick: plain from ``plain`` on, else with a power of ten."""
+    if value >= plain:
         return f"{value:g}"
     mantissa, times, power = small(value).partition("×")
     mantissa = mantissa.rstrip("0").rstrip(".")

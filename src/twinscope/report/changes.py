@@ -73,7 +73,8 @@ def signed_power(value: float) -> str:
     """A tick with its sign: +0.01, −0.3, 0, +10⁻⁵."""
     if value == 0:
         return "0"
-    return ("+" if value > 0 else "−") + short_power(abs(float(f"{value:.6g}")))
+    # A sign makes +0.0001 too wide for the room left of an axis.
+    return ("+" if value > 0 else "−") + short_power(abs(float(f"{value:.6g}")), 1e-3)
 
 
 def linear_part(values: Iterable[float], decades: int = 3) -> float:
