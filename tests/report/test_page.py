@@ -75,7 +75,7 @@ def test_page_in_its_order_and_figures_on_disk(record, build):
     assert sorted(file.name for file in (path / "figures").iterdir()) == sorted(
         f"{name}.{kind}"
         for name in ("heldout-loss", "paired-difference", "block-cosine", "displaced-states")
-        for kind in ("svg", "png", "csv")
+        for kind in ("svg", "png", "csv", "parquet")
     )
     assert not list(path.glob(".*.tmp"))
 
