@@ -3,8 +3,8 @@
     python docs/results/keep.py RUN[=NAME]...
 
 NAME is that of the run's configuration, unless another is given: a replacement has the name of its plan.
-The record is the run's result.json, except that the command line is shortened to what one types, the cache folder is
-written as CACHE and the folder of runs as runs, so that no folder of the machine it ran on is published.
+The record is the run's result.json, except that the command line is shortened to what one types, the cache
+folder is written as CACHE and the folder of runs as runs, so that no folder of the machine is published.
 """
 
 from __future__ import annotations
