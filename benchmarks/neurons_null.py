@@ -23,19 +23,22 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from scipy.stats import binomtest
 from torch import Tensor
 
 from twinscope.lab.draws import generator
 from twinscope.lab.progress import Progress
 from twinscope.lab.provenance import close, collect
+from twinscope.report.drawing import LINES, PALETTE, Panel, Plot, plot_files
 from twinscope.reuse.neurons.activations import GatedLayer, activations, layer_of_matrices
 from twinscope.reuse.neurons.analytic import identities
 from twinscope.reuse.neurons.confirm import R2_FLOOR, moments
@@ -43,6 +46,7 @@ from twinscope.reuse.neurons.null import ALPHA, DRAWS, judge, judge_each, null_s
 from twinscope.reuse.neurons.search import RunningBest, receive, search
 
 RESULT = Path(__file__).parent / "results" / "neurons_null.json"
+FIGURE = Path(__file__).parents[1] / "docs" / "results" / "neurons-null"
 LAYERS, NEURONS, WIDTH, TEXTS, LENGTH, VOCAB = 4, 40, 24, 8, 32, 200
 KINDS = ("plain", "dominant", "heavy", "shared")
 Null = Literal["signs", "isotropic", "tokens"]
@@ -273,6 +277,48 @@ def recall(models: int, tick: Callable[[str], None]) -> list[dict[str, Any]]:
     return rows
 
 
+def figure(record: Mapping[str, Any]) -> Plot:
+    """The share of planted pairs that is found, over the noise on their weights, by judgement."""
+    rows = record["planted_models"]
+    titles = {"signs": "One threshold for all neurons", EACH: "Each neuron against its own null"}
+    columns = ("null", "kind", "noise", "recall", "low", "high", "median_heldout_r2")
+    panels, data = [], []
+    for name, title in titles.items():
+        mine = [row for row in rows if row["null"] == name]
+        words = ". ".join(
+            f"{row['kind']}: " + ", ".join(f"{p['noise']:g} {p['recall']['rate']:.2f}" for p in row["curve"])
+            for row in mine
+        )
+        panels.append(Panel(title, words, partial(draw_recall, mine)))
+        data += [
+            (name, row["kind"], p["noise"], *(p["recall"][key] for key in ("rate", "low", "high")),
+             p["median_heldout_r2"])
+            for row in mine for p in row["curve"]
+        ]  # fmt: skip
+    return Plot("recall", "Planted pairs found", "", tuple(panels), columns, tuple(data))
+
+
+def draw(record: Mapping[str, Any]) -> None:
+    """Write the figure of a record."""
+    FIGURE.mkdir(exist_ok=True)
+    (FIGURE / "recall.png").write_bytes(plot_files(figure(record))["recall.png"])
+
+
+def draw_recall(rows: Sequence[Mapping[str, Any]], axes: Axes) -> None:
+    """A curve for each kind of model, with its 95 % interval."""
+    for number, row in enumerate(rows):
+        noise = [point["noise"] for point in row["curve"]]
+        rate, low, high = ([p["recall"][key] for p in row["curve"]] for key in ("rate", "low", "high"))
+        colour = PALETTE[f"arm-{number + 1}"][0]
+        axes.fill_between(noise, low, high, color=colour, alpha=0.15, linewidth=0)
+        style = {"color": colour, "linestyle": LINES[number], "linewidth": 1.6, "label": row["kind"]}
+        axes.plot(noise, rate, **style)
+    axes.set_xlabel("noise on the weights of a copy, over their RMS")
+    axes.set_ylabel("share of planted pairs found")
+    axes.set_ylim(-0.02, 1.02)
+    axes.legend(frameon=False)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", type=int, default=200, help="null models of each kind")
@@ -312,6 +358,8 @@ def main() -> None:
     }  # fmt: skip
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(record, indent=1) + "\n")
+    if options.out == RESULT:
+        draw(record)
 
 
 if __name__ == "__main__":

@@ -158,9 +158,10 @@ def draw_confirmation(
     """R² on held-out over R² on calibration, for each direction of each match, by what became of it."""
     axes.set_xlabel("R² on calibration")
     axes.set_ylabel("R² on held-out")
-    axes.set_xlim(least, 1.02)
+    # On the text that the multiple was fitted on it explains something, however little.
+    axes.set_xlim(0, 1.02)
     axes.set_ylim(least, 1.02)
-    axes.plot([least, 1.02], [least, 1.02], color=_RULE, linewidth=0.9)
+    axes.plot([0, 1.02], [0, 1.02], color=_RULE, linewidth=0.9)
     axes.axhline(floor, color=MUTED, linewidth=1.1, linestyle=LINES[2])
     axes.axvline(floor, color=MUTED, linewidth=1.1, linestyle=LINES[2])
     styles = {
@@ -173,12 +174,12 @@ def draw_confirmation(
         if not found:
             continue
         axes.plot(
-            *zip(*((max(x, least), max(y, least)) for x, y in found), strict=True),
+            *zip(*((x, max(y, least)) for x, y in found), strict=True),
             color=colour,
             marker=marker,
-            markersize=4.5,
+            markersize=3.4 if name == "within the null" else 4.5,
             markerfacecolor=colour if filled else _PAPER,
-            markeredgewidth=0.0 if filled else 1.1,
+            markeredgewidth=0.0 if filled else 0.8 if name == "within the null" else 1.1,
             alpha=0.75,
             linestyle="",
             label=name,
