@@ -130,8 +130,8 @@ def _matches(run: RunData) -> Plot | None:
         reading.append(
             "Whether it holds: each mark is one neuron as a multiple of another, with the multiple of "
             "calibration, and how much of its energy that explains on either text. On the line nothing is "
-            "lost; marks at the lower edge lie below it. Dotted: the least that counts. A match is confirmed if "
-            "both of its directions lie above."
+            "lost; marks at the lower edge lie below it. Dotted: the least that counts. A match is confirmed "
+            "if both of its directions lie above."
         )
     if not panels:
         return None
