@@ -13,7 +13,6 @@ Shapes: B texts, T positions, C channels of the residual stream, V tokens in the
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from torch import Tensor, nn
 
 from twinscope.lab.errors import ConfigError, DataError
 from twinscope.models.decoder import Blocks, Decoder, check_decoder, forward
+from twinscope.models.model_json import read_model_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -250,24 +250,8 @@ def _rope_types(config: Any) -> set[str]:
 
 def _read_family(folder: Path) -> str:
     """The ``model_type`` in the folder's ``config.json``, once nothing in it asks for foreign code."""
+    config = read_model_json(folder)
     path = folder / "config.json"
-    try:
-        config = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise DataError(
-            f"{folder} is no Hugging Face folder: give the path of one with a config.json and safetensors"
-        ) from None
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON ({error}): fetch or convert the model again") from None
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise DataError(f"{path} names no model_type: it is not the configuration of a model")
-    if "auto_map" in config:
-        raise DataError(
-            f"{path} asks for code that comes with the model (auto_map), which is never run: "
-            "remove the key if the installed transformers knows the architecture"
-        )
     if "quantization_config" in config:
         raise DataError(f"{path} describes quantised weights: give the model in bf16, fp16 or fp32")
     kind = config["model_type"]

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from twinscope.lab.errors import TwinscopeError
 from twinscope.models.gpt import GPTConfig
-from twinscope.propagation.cost import counting
+from twinscope.propagation.cost import apart
 from twinscope.propagation.cost.counting import Counting, count, count_apart, count_arms
 from twinscope.propagation.settings import EPSettings, OptimizerSettings
 from twinscope.propagation.stages import stage
@@ -95,6 +95,6 @@ def test_a_failing_or_slow_process_is_one_sentence(monkeypatch):
     def slow(*args, timeout, **kwargs):
         raise subprocess.TimeoutExpired(sys.executable, timeout)
 
-    monkeypatch.setattr(counting.subprocess, "run", slow)
+    monkeypatch.setattr(apart.subprocess, "run", slow)
     with pytest.raises(TwinscopeError, match=r"^counting took longer than 5 s in its own process"):
         count_apart(COUNTING, timeout=5)

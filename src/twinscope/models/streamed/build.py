@@ -9,7 +9,6 @@ never fetched.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import threading
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from twinscope.lab.errors import ConfigError, DataError
+from twinscope.models.model_json import read_model_json
 from twinscope.models.streamed.budget import PassLimit
 from twinscope.models.streamed.layers import (
     StreamedConv1D,
@@ -81,27 +81,8 @@ def read_config(folder: Path) -> Any:
             weights, or that the library refuses.
         ConfigError: the installed library does not know the family.
     """
+    raw = read_model_json(folder)
     path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise DataError(
-            f"{folder} is no Hugging Face folder: give the path of one with a config.json and safetensors"
-        ) from None
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is no JSON ({error}): fetch or convert the model again") from None
-    if not isinstance(raw, dict) or not isinstance(raw.get("model_type"), str):
-        raise DataError(f"{path} names no model_type: it is not the configuration of a model")
-    for part in (raw, *(value for value in raw.values() if isinstance(value, dict))):
-        if "auto_map" in part:
-            raise DataError(
-                f"{path} asks for code that comes with the model (auto_map), which is never run: "
-                "remove the key if the installed transformers knows the architecture"
-            )
-        if part.get("quantization_config") is not None:
-            raise DataError(f"{path} describes quantised weights: give the model in bf16, fp16 or fp32")
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ["USE_HUB_KERNELS"] = "0"
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

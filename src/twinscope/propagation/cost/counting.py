@@ -13,8 +13,6 @@ a process with timing: :func:`count_apart`.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,9 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from twinscope.lab.config import Section
-from twinscope.lab.errors import TwinscopeError
 from twinscope.models.gpt import GPTConfig, build_gpt
 from twinscope.propagation.config import ArmSettings
+from twinscope.propagation.cost.apart import run_apart
 from twinscope.propagation.estimators import bp_gradient, ep_gradient
 from twinscope.propagation.optimizers import build_optimizer
 from twinscope.propagation.settings import EPSettings, OptimizerSettings
@@ -103,25 +101,11 @@ def count_apart(counting: Counting, timeout: float | None = None) -> dict[str, C
     Raises:
         TwinscopeError: the process failed or took longer than ``timeout``.
     """
-    command = [sys.executable, "-m", "twinscope.propagation.cost.counting"]
-    try:
-        done = subprocess.run(
-            command,
-            input=counting.model_dump_json(exclude_unset=True),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            process_group=0,  # a Ctrl-C stops the run at its next unit, not this in the middle
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
-    except subprocess.TimeoutExpired:
-        raise TwinscopeError(
-            f"counting took longer than {timeout:g} s in its own process: count a smaller batch"
-        ) from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise TwinscopeError(f"counting failed in its own process (exit {done.returncode}): {last}")
-    found = json.loads(done.stdout.splitlines()[-1])
+
+    def late(seconds: float) -> str:
+        return f"counting took longer than {seconds:g} s in its own process: count a smaller batch"
+
+    found = run_apart("twinscope.propagation.cost.counting", counting, timeout, late, "counting")
     return {name: Counted(arm["stages"], arm["without_formula"]) for name, arm in found.items()}
 
 

@@ -13,8 +13,6 @@ state, nor a gradient that is returned: graphs, states, adjoints, logits and wha
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +25,10 @@ from torch import Tensor
 
 from twinscope.lab.budget import peak_rss_mib
 from twinscope.lab.config import Section
-from twinscope.lab.errors import TwinscopeError
 from twinscope.models.gpt import GPTConfig, build_gpt
 from twinscope.propagation.compiling import compile_blocks
 from twinscope.propagation.config import TrainConfig
+from twinscope.propagation.cost.apart import run_apart
 from twinscope.propagation.optimizers import build_optimizer
 from twinscope.propagation.train import set_numerics
 from twinscope.propagation.twin import Arm, estimator
@@ -74,27 +72,12 @@ def peak_apart(subject: Subject, timeout: float | None = None) -> Peak:
     Raises:
         TwinscopeError: the process failed or took longer than ``timeout``.
     """
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "twinscope.propagation.cost.peak_memory"],
-            input=subject.model_dump_json(exclude_unset=True),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            process_group=0,  # a Ctrl-C stops the run at its next unit, not this in the middle
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
-    except subprocess.TimeoutExpired:
-        raise TwinscopeError(
-            f"the memory of arm '{subject.arm}' was not seen within {timeout:g} s: set cost.memory = false"
-        ) from None
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise TwinscopeError(
-            f"observing the memory of arm '{subject.arm}' failed in its own process "
-            f"(exit {done.returncode}): {last}"
-        )
-    return Peak(**json.loads(done.stdout.splitlines()[-1]))
+
+    def late(seconds: float) -> str:
+        return f"the memory of arm '{subject.arm}' was not seen within {seconds:g} s: set cost.memory = false"
+
+    failed = f"observing the memory of arm '{subject.arm}'"
+    return Peak(**run_apart("twinscope.propagation.cost.peak_memory", subject, timeout, late, failed))
 
 
 def peak_here(subject: Subject) -> Peak:
